@@ -1,0 +1,1 @@
+"""flashnumba: attention on a GPU, from softmax to a FlashAttention-3 class kernel, in Python with Numba CUDA."""
