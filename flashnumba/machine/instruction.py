@@ -301,7 +301,7 @@ def _assemble(
     returned = ir.VoidType() if not kinds else kinds[0] if len(kinds) == 1 else ir.LiteralStructType(kinds)
     passed = [v for _, v in tied] + [v for _, v in inputs]
     function = ir.FunctionType(returned, [v.type for v in passed])
-    lasting = declared.effect != "none" or declared.group != "thread"
+    lasting = declared.effect != "none"
     called = builder.call(ir.InlineAsm(function, assembly, ",".join(constraints), side_effect=lasting), passed)
     answer = context.get_dummy_value()
     for i, (register, pointer) in enumerate(outputs):
