@@ -1,4 +1,4 @@
-"""THE list of stages, in the order in which they build on one another. The command line, the docs and the tests read it.
+"""THE list of stages, in the order in which they build on one another; the command line, docs and tests all read it.
 
 To add a stage: a folder under ``flashnumba/stages`` that exposes ``STAGE``, and its name here.
 """

@@ -1,8 +1,8 @@
 """What a stage of the ladder is: a question, a reference, kernels, and real cases to try them on.
 
 Each folder under ``stages`` exposes one ``STAGE`` from its ``__init__``; :mod:`flashnumba.ladder` lists them. The
-walkthrough, the docs and the tests read these records and know nothing else of a stage, so a new stage is a new folder and
-one line in the ladder.
+walkthrough, the docs and the tests read these records and know nothing else of a stage, so a new stage is a new folder
+and one line in the ladder.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Rung:
         arch: smallest compute capability, as :func:`flashnumba.machine.instruction.runs_on` reads it.
         summary: one line on what this rung does.
         takes: which cases it is tried on.
-        must_fail: how it is meant to fail, e.g. ``"float16 overflow"``; a result that passes is then an error.
+        must_fail: why its result must be non-finite where the reference is finite, e.g. ``"float16 overflow"``;
+            anything better is then an error.
     """
 
     name: str
@@ -133,7 +134,7 @@ class Result:
         bytes_per_element: by count; None where the rung states none.
         seconds: of the host call, arrays in to array out, after a first call that compiles.
         output: the array computed; None as ``comparison``.
-        verdict: ``ok``, ``failed as meant``, ``skipped`` or ``FAILED``.
+        verdict: ``ok``, ``as meant`` (it failed, and had to), ``skipped`` or ``FAILED``.
         note: why.
     """
 
@@ -177,14 +178,13 @@ def measure(stage: Stage, rung: Rung, case: Case, machine: str, unable: str = ""
         comparison = compare(output, case.reference, case.lowprec)
     except Exception as error:
         return result("FAILED", f"{type(error).__name__}: {error}")
-    verdict, note = "ok", ""
-    if rung.must_fail and comparison.ok:
-        verdict, note = "FAILED", f"{rung.must_fail} was meant to show here and did not"
-    elif rung.must_fail:
+    if not rung.must_fail:
+        verdict, note = ("ok", "") if comparison.ok else ("FAILED", str(comparison))
+    elif np.isinf(comparison.error):
         spoilt = int((~np.isfinite(output.astype(np.float64))).any(-1).sum())
-        verdict, note = "failed as meant", f"{rung.must_fail} in {spoilt} of {output[..., 0].size} rows"
-    elif not comparison.ok:
-        verdict, note = "FAILED", str(comparison)
+        verdict, note = "as meant", f"{rung.must_fail} in {spoilt} of {output[..., 0].size} rows"
+    else:
+        verdict, note = "FAILED", f"{rung.must_fail} was meant to show here and did not"
     return result(verdict, note, comparison, seconds, output)
 
 

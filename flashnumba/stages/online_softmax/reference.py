@@ -19,7 +19,7 @@ merged with empty is empty. Rows of -inf, NaN and +inf give what the stage softm
 
 What changed since the stage softmax: two passes instead of three, and no pass needs the whole row in one place.
 
-Source: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867, algorithm 3 and section 3.1.
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867, algorithm 3, section 3.1.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def online(x: np.ndarray, parts: int = 1) -> np.ndarray:
 
 
 def low_precision(x: np.ndarray, dtype: DTypeLike | None = None, parts: int = 32) -> np.ndarray:
-    """:func:`online` as a GPU does it: float32 inside, 32 lanes merged as a tree, rounded to ``dtype`` (of ``x`` if None).
+    """:func:`online` as a GPU does it: float32 inside, 32 lanes merged as a tree, rounded to ``dtype`` (that of ``x``).
 
     Its distance from the float64 result is the error that the mathematics excuses.
     """

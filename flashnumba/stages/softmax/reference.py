@@ -14,12 +14,12 @@ the row: the maximum, the sum, the quotient.
 
 The limits, by definition here and in every kernel:
 
-- a row of -inf alone, which is a row with every key masked, gives zeros (torch gives NaN), and so an empty row is legal;
+- a row of -inf alone, which is a row with every key masked, gives zeros (torch gives NaN); a row may be empty;
 - a row that holds a NaN gives NaN throughout;
 - a row that holds +inf gives NaN throughout, as torch does: inf - inf has no value, and no weight would be honest.
 
-Source: the three-pass form is called "safe softmax" in Milakov and Gimelshein, Online normalizer calculation for softmax,
-arXiv 1805.02867, algorithm 2.
+Source: "safe softmax" is algorithm 2 of Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv
+1805.02867.
 """
 
 from __future__ import annotations
