@@ -1,4 +1,6 @@
-"""Machine instructions by name, one file a family. See :mod:`flashnumba.machine.instruction` for what a declaration is."""
+"""Machine instructions by name, one file a family; :mod:`flashnumba.machine.instruction` says what a declaration is."""
+
+# ruff: noqa: F403
 
 from flashnumba.machine.instructions.convert import *
 from flashnumba.machine.instructions.ldmatrix import *

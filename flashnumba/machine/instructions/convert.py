@@ -242,9 +242,7 @@ def _half(name: str, form: str, shift: int, ptx: str, doc: str, operand: str = "
 _SPLIT = "{ .reg .b16 l, h; mov.b32 {l, h}, %x; cvt.f32.f16 %result, "
 f16x2_low = _half("f16x2_low", "f16", 0, _SPLIT + "l; }", "The lower float16 of ``x`` as float32.")
 f16x2_high = _half("f16x2_high", "f16", 16, _SPLIT + "h; }", "The upper float16 of ``x`` as float32.")
-f16_to_f32 = _half(
-    "f16_to_f32", "f16", 0, "cvt.f32.f16 %result, %x;", "A float16, given by its bits, as float32.", "u16"
-)
+f16_to_f32 = _half("f16_to_f32", "f16", 0, "cvt.f32.f16 %result, %x;", "The float16 of given bits as float32.", "u16")
 bf16x2_low = _half(
     "bf16x2_low",
     "bf16",
@@ -264,7 +262,7 @@ bf16_to_f32 = _half(
     "bf16",
     0,
     "{ .reg .b16 z; mov.b16 z, 0; mov.b32 %result, {z, %x}; }",
-    "A bfloat16, given by its bits, as float32; NaNs keep their bits.",
+    "The bfloat16 of given bits as float32; NaNs keep their bits.",
     "u16",
 )
 

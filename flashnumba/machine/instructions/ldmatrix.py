@@ -12,8 +12,8 @@ lower half first. ::
 With ``.trans`` each matrix is transposed on the way: lane l then holds rows 2 (l % 4) and the next, of column l // 4.
 Addresses of lanes beyond those a form needs are ignored. A row's address is a multiple of 16.
 
-This is how the operands of mma.sync are filled: a 16 x 16 tile is four such matrices (registers a0 to a3 in the order of
-:func:`~flashnumba.machine.instructions.fragments.a_map`).
+This is how the operands of mma.sync are filled: a 16 x 16 tile is four such matrices, registers a0 to a3 in the order
+of :func:`~flashnumba.machine.instructions.fragments.a_map`.
 
 Source: PTX ISA, "Warp-level matrix load instruction: ldmatrix", "stmatrix", "movmatrix".
 """
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def _registers(rows: np.ndarray, count: int, trans: bool) -> np.ndarray:
-    """What each lane gets of ``count`` matrices given as rows of bytes: ``[8 count, 16] uint8 -> [32, count] uint32``."""
+    """What each lane gets of matrices given as rows of bytes: ``[8 count, 16] uint8 -> [32, count] uint32``."""
     matrices = rows.view(np.uint16).reshape(count, 8, 8)
     if trans:
         matrices = np.ascontiguousarray(matrices.transpose(0, 2, 1))
@@ -62,6 +62,18 @@ def _rows(registers: np.ndarray, count: int, trans: bool) -> np.ndarray:
 _WHICH = {1: "lanes 0-7", 2: "lanes 0-15", 4: "all lanes"}
 
 
+def _document(verb: str, place: str, count: int, trans: bool) -> str:
+    holds = (
+        "rows 2 (l % 4) and the next, of column l // 4" if trans else "columns 2 (l % 4) and the next, of row l // 4"
+    )
+    return (
+        f"{verb} {count} 8x8 matri{'ces' if count > 1 else 'x'} of 16-bit elements {place} shared memory"
+        f"{', transposed' if trans else ''}; register i is of matrix i.\n\n"
+        f"Row addresses come from {_WHICH[count]}: lane 8i + r gives that of row r of matrix i, 16 bytes each::\n\n"
+        f"    register i of lane l: {along} 2 (l % 4) and the next, of {across} l // 4\n"
+    )
+
+
 def _load(count: int, trans: bool) -> Instruction:
     def emulate(memory: Any, addr: np.ndarray) -> np.ndarray:
         rows = memory.read_shared(addr[: 8 * count], 16)
@@ -75,16 +87,7 @@ def _load(count: int, trans: bool) -> Instruction:
         arch="75",
         group="warp",
         effect="memory",
-        doc=(
-            f"Load {count} 8x8 matrices of 16-bit elements from shared memory"
-            f"{', each transposed' if trans else ''}; register i is of matrix i.\n\n"
-            f"    {_WHICH[count]} give row addresses: lane 8i + r that of row r of matrix i (16 bytes, 16-byte aligned)\n"
-            + (
-                "    lane l gets rows 2 (l % 4), 2 (l % 4) + 1 of column l // 4\n"
-                if trans
-                else "    lane l gets columns 2 (l % 4), 2 (l % 4) + 1 of row l // 4\n"
-            )
-        ),
+        doc=_document("Load", "from", count, trans),
     )(emulate)
 
 
@@ -101,16 +104,7 @@ def _store(count: int, trans: bool) -> Instruction:
         arch="90",
         group="warp",
         effect="memory",
-        doc=(
-            f"Store {count} 8x8 matrices of 16-bit elements to shared memory"
-            f"{', each transposed' if trans else ''}; register i is of matrix i.\n\n"
-            f"    {_WHICH[count]} give row addresses: lane 8i + r that of row r of matrix i (16 bytes, 16-byte aligned)\n"
-            + (
-                "    lane l holds rows 2 (l % 4), 2 (l % 4) + 1 of column l // 4\n"
-                if trans
-                else "    lane l holds columns 2 (l % 4), 2 (l % 4) + 1 of row l // 4\n"
-            )
-        ),
+        doc=_document("Store", "to", count, trans),
     )(emulate)
 
 
@@ -137,7 +131,7 @@ stmatrix_x4_trans = _store(4, True)
     group="warp",
 )
 def movmatrix_trans(x: np.ndarray) -> np.ndarray:
-    """Transpose an 8x8 matrix of 16-bit elements across a warp's registers.
+    """Transpose an 8x8 matrix of 16-bit elements across a warp's registers::
 
     before: lane l holds row l // 4, columns 2 (l % 4), 2 (l % 4) + 1
     after:  lane l holds column l // 4, rows 2 (l % 4), 2 (l % 4) + 1

@@ -98,7 +98,7 @@ _CACHE = {
 
 
 def _parsed(name: str) -> tuple[str, str, str, int, str, str]:
-    """(space, cache word, register type, registers, PTX suffix, width in words) of a name such as ld_global_nc_v4_f32."""
+    """(space, cache word, register type, registers, PTX suffix, width in words) of a name like ld_global_nc_v4_f32."""
     _, space, *rest = name.split("_")
     cache = rest.pop(0) if rest[0] in _CACHE else ""
     count = int(rest[0][1]) if rest[0].startswith("v") else 1

@@ -1,8 +1,8 @@
 """mma.sync: a warp multiplies two small matrices held in registers and adds them to a third.
 
 ``acc[16, 8] += A[16, k] @ B[k, 8]`` with float32 accumulators. A is row-major and B column-major in the sense that a
-register holds neighbours along k. Which lane holds what is drawn in :mod:`.fragments`; the arithmetic, to the bit, is in
-:mod:`flashnumba.machine.emulator.tensor_core`.
+register holds neighbours along k. Which lane holds what is drawn in :mod:`.fragments`; the arithmetic, to the bit, is
+in :mod:`flashnumba.machine.emulator.tensor_core`.
 
 Source: PTX ISA, "Warp level matrix multiply-accumulate instructions"; CUTLASS mma_sm80.hpp and mma_sm89.hpp.
 """

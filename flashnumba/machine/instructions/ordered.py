@@ -1,6 +1,6 @@
 """Loads, stores and additions that order a block's memory accesses for other blocks.
 
-A block that hands results to another writes them, then *releases* a flag; the other *acquires* the flag and then reads::
+A block that hands results to another writes them and *releases* a flag; the other *acquires* the flag and then reads::
 
     producer                                   consumer
     st_global_v4(data, ...)                    while ld_acquire_gpu_b32(flag) == 0: pass
@@ -103,5 +103,5 @@ def red_add_release_gpu_u32(memory: Any, addr: np.ndarray, value: np.ndarray) ->
     effect="memory",
 )
 def atom_add_acq_rel_gpu_u32(memory: Any, addr: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Add to a uint32 in global memory and return what was there; acquires and releases: the last block to come knows."""
+    """Add to a uint32 in global memory and return what was there, so that the last block to come knows; does both orders."""
     return _add(memory, addr, value)
