@@ -64,7 +64,17 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
             barrier.parked.remove(thread)
         block.release(barrier.parked)
     elif wait:
-        thread.wait(f"named barrier {number} ({len(barrier.arrived)} of {count} threads have come)")
+        thread.wait(_NamedWait(number, barrier))
+
+
+class _NamedWait:
+    """Says how many have come to a named barrier, at the time of the report."""
+
+    def __init__(self, number: int, barrier: _Named):
+        self.number, self.barrier = number, barrier
+
+    def __str__(self) -> str:
+        return f"named barrier {self.number} ({len(self.barrier.arrived)} of {self.barrier.count} threads have come)"
 
 
 # -- mbarrier ---------------------------------------------------------------------------------------------------------

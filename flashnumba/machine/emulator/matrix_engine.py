@@ -14,7 +14,7 @@ from flashnumba.machine.emulator.clock import SHIFT, Clock
 from flashnumba.machine.emulator.copies import swizzled
 from flashnumba.machine.emulator.execution import _rows, gathered, join
 from flashnumba.machine.emulator.gang import Gang, Op
-from flashnumba.machine.emulator.tensor_core import wgmma_dot
+from flashnumba.machine.emulator.tensor_core import dot
 
 if TYPE_CHECKING:
     from flashnumba.machine.emulator.block import Block
@@ -26,21 +26,17 @@ __all__ = ["Shape", "accumulator_to_matrix", "commit", "issue", "matrix_to_accum
 
 @dataclass(frozen=True)
 class Shape:
-    """What one wgmma multiplies: D[64, n] (+)= A[64, k] B[k, n], ``k`` elements making 32 bytes.
+    """What one wgmma multiplies: D[64, n] (+)= A[64, k] B[k, n], ``k`` elements of ``dtype`` making 32 bytes.
 
     ``a_mn``, ``b_mn``: the operand lies with its M or N axis contiguous (16-bit types only).
     """
 
     n: int
-    a_type: Any
-    b_type: Any
+    format: str
+    dtype: Any
     a_registers: bool
     a_mn: bool
     b_mn: bool
-
-    @property
-    def k(self) -> int:
-        return 32 // np.dtype(self.a_type).itemsize
 
 
 class _Queue:
@@ -178,7 +174,7 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
     accumulate = bool(first[-1])
     acc, a_fragment = declared.operands[0], declared.operands[1]
     if shape.a_registers:
-        a_values = _a_from_registers(gathered(op, gang, 2, a_fragment, threads), shape.a_type).copy()  # type: ignore[arg-type]
+        a_values = _a_from_registers(gathered(op, gang, 2, a_fragment, threads), shape.dtype).copy()  # type: ignore[arg-type]
         a_descriptor = None
     else:
         a_values, a_descriptor = None, int(first[2])
@@ -187,16 +183,20 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
     _check_operand(threads, b_descriptor, shape.n, shape.b_mn, epoch)
     if accumulate:
         gathered(op, gang, 0, acc, threads)  # type: ignore[arg-type]
+    for x, thread in zip(op.args, threads, strict=True):
+        _rows(x[0], int(x[1]), shape.n // 2, thread, "out")
+        x[0].init[int(x[1]) : int(x[1]) + shape.n // 2] = True  # as good as written: nobody may look before the wait
 
     def compute() -> None:
-        a = a_values if a_descriptor is None else _operand(block, a_descriptor, 64, shape.a_mn, shape.a_type)
-        b = _operand(block, b_descriptor, shape.n, shape.b_mn, shape.b_type).T
+        a = a_values if a_descriptor is None else _operand(block, a_descriptor, 64, shape.a_mn, shape.dtype)
+        b = _operand(block, b_descriptor, shape.n, shape.b_mn, shape.dtype).T
         rows = [_rows(x[0], int(x[1]), shape.n // 2, t, "out") for x, t in zip(op.args, threads, strict=True)]
         c = accumulator_to_matrix(np.stack(rows)) if accumulate else np.zeros((64, shape.n), np.float32)
-        product = matrix_to_accumulator(wgmma_dot(a, b, c))
-        for x, row, registers in zip(op.args, rows, product, strict=True):
+        product = matrix_to_accumulator(
+            dot(a.astype(np.float32), b.astype(np.float32), c, shape.format, unit="wgmma", arch=block.launch.arch)
+        )
+        for row, registers in zip(rows, product, strict=True):
             row[:] = registers
-            x[0].init[int(x[1]) : int(x[1]) + shape.n // 2] = True
 
     queue.open.append(compute)
 

@@ -90,7 +90,10 @@ class Thread(greenlet):
     def give_way(self) -> None:
         """Let all others that can go on have a turn."""
         ready = self.launch.ready
-        if ready:
+        if self.launch.fresh:
+            ready.append(self)
+            self.launch.hub.switch()
+        elif ready:
             ready.append(self)
             ready.popleft().switch()
 

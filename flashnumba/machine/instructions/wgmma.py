@@ -66,7 +66,7 @@ def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_m
     first = Fragment("a", "u32", 4, "in") if in_registers else Scalar("a", "u64")
     suffix = ("rs" if in_registers else "ss") + (f"_{a_major}_{b_major}" if "mn" in (a_major, b_major) else "")
     name = f"wgmma_m64n{n}k{k}_{dtype}_{suffix}"
-    shape = matrix_engine.Shape(n, _TYPES[dtype], _TYPES[dtype], in_registers, a_major == "mn", b_major == "mn")
+    shape = matrix_engine.Shape(n, dtype, _TYPES[dtype], in_registers, a_major == "mn", b_major == "mn")
     declare = instruction(
         name,
         "{ .reg .pred p; setp.ne.b32 p, %accumulate, 0; "
