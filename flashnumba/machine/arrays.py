@@ -84,10 +84,10 @@ class Described:
 
 def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether bytes ``strides`` are those of a packed C array; axes of length 1 and empty arrays do not matter."""
+    if 0 in shape:
+        return True
     expected = itemsize
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n == 0:
-            return True
         if n != 1 and stride != expected:
             return False
         expected *= n
@@ -118,7 +118,8 @@ def is_array(value: Any) -> bool:
     """Whether ``value`` is something :func:`describe` knows; NumPy scalars are not."""
     if isinstance(value, np.generic | int | float | complex | str | bytes):
         return False
-    return bool(library_of(value)) or hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__")
+    known = isinstance(value, Described) or library_of(value)
+    return bool(known) or hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__")
 
 
 def kernel_dtype(element: str, name: str) -> np.dtype:
@@ -138,13 +139,16 @@ def describe(array: Any, name: str = "array") -> Described:
     """Say where an array lies and how, without copying it and without waiting for it.
 
     Args:
-        array: NumPy, torch, CuPy, JAX or numba array, or any ``__cuda_array_interface__`` or DLPack exporter.
+        array: NumPy, torch, CuPy, JAX or numba array, any ``__cuda_array_interface__`` or DLPack exporter, or what
+            this function returned.
         name: how error messages call it.
 
     Raises:
         TypeError: not an array, or of an element type that kernels do not take.
         ValueError: an array that no kernel could read: sparse, sharded, or on a device that is neither CPU nor CUDA.
     """
+    if isinstance(array, Described):
+        return array
     library = library_of(array)
     if library == "torch":
         return _describe_torch(array, name)
@@ -196,6 +200,8 @@ def _describe_numpy(array: np.ndarray, name: str, kind: str) -> Described:
     dtype = kernel_dtype(element, name)
     if not array.dtype.isnative:
         raise TypeError(f"{name} is byte-swapped ({array.dtype.str}); it must be in the machine's byte order")
+    if not array.flags.aligned:
+        raise ValueError(f"{name} is not aligned to the {dtype.itemsize} bytes of {element}; copy it")
     return Described(
         array.ctypes.data, dtype, array.shape, array.strides, kind, None, not array.flags.writeable, element
     )
@@ -211,7 +217,7 @@ def _describe_jax(array: Any, name: str) -> Described:
         )
     (device,) = devices
     if device.platform == "cpu":
-        return _describe_numpy(_stored(np.asarray(array)), name, "jax")
+        return _describe_numpy(np.asarray(array), name, "jax")
     if device.platform not in ("gpu", "cuda"):
         raise ValueError(f"{name} is on {device}; it must be on a CPU or a CUDA device")
     shape = tuple(array.shape)

@@ -47,19 +47,20 @@ class Emulated:
     def __init__(self, kernel: Kernel, shared: int, emulate: Mapping[str, Any] | None) -> None:
         self.kernel, self.shared, self.emulate = kernel, shared, dict(emulate or {})
 
-    def __call__(self, grid: Any, block: Any, args: tuple[Any, ...], stream: Any = None) -> None:
-        """Run; arrays must be in host memory, ``stream`` has no meaning here."""
+    def __call__(self, grid: Any, block: Any, args: tuple[Any, ...], stream: Any = None) -> Any:
+        """Run and return the emulator's report (None for an empty grid). Arrays lie in host memory; ``stream`` has no
+        meaning here."""
         from flashnumba.machine.emulator import launch as run
 
         if 0 in dimensions(grid, "grid"):
-            return
+            return None
         code = self.kernel.function.__code__
         names = code.co_varnames[: code.co_argcount]
         if len(args) != len(names):
             raise TypeError(
                 f"{self.kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}"
             )
-        run(self.kernel, grid, block, tuple(map(_emulated, args, names)), shared=self.shared, **self.emulate)
+        return run(self.kernel, grid, block, tuple(map(_emulated, args, names)), shared=self.shared, **self.emulate)
 
 
 def _emulated(arg: Any, name: str) -> Any:
@@ -88,7 +89,7 @@ def machine_for(kernel: Kernel, args: tuple[Any, ...] = ()) -> str:
 def launch(
     kernel: Kernel, grid: Any, block: Any, args: tuple[Any, ...], *, shared: int = 0, machine: str = "auto",
     stream: Any = None, emulate: Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> Any:  # fmt: skip
     """Run a kernel.
 
     Args:
@@ -101,18 +102,20 @@ def launch(
         stream: handle or stream object; None follows the current stream of the arguments' library.
         emulate: options for the emulator alone: ``arch``, ``checks``, ``seed``.
 
+    Returns:
+        On the emulator its report of what was moved; on a GPU None.
+
     Raises:
         TypeError, ValueError: an argument does not fit; the message names it and what would be right.
         RuntimeError: no GPU, the driver refused (``GpuError``), or the emulator found a ``Fault``.
     """
     if _chosen(kernel, args, machine) == "emulator":
-        Emulated(kernel, shared, emulate)(grid, block, args, stream)
-        return
+        return Emulated(kernel, shared, emulate)(grid, block, args, stream)
     key = ("launch", shared, *map(_key, args))
     ready = kernel.cache.get(key)
     if ready is None:
         ready = kernel.cache[key] = prepare(kernel, args, shared=shared, machine="cuda")
-    ready(grid, block, args, stream)
+    return ready(grid, block, args, stream)
 
 
 def _chosen(kernel: Kernel, args: tuple[Any, ...], machine: str) -> str:

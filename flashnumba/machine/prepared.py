@@ -103,7 +103,7 @@ class Prepared:
                     kind = "torch-cuda"
                     continue
                 frame.seen[i] = None
-                found = arg if isinstance(arg, Described) else describe(arg, place.name)
+                found = describe(arg, place.name)
                 self._fits(place, found)
                 frame.array(place, found)
                 kind, named = found.kind, found.stream or named
@@ -121,14 +121,16 @@ class Prepared:
                 try:
                     place.packer.pack_into(frame.buffer, 8 * place.at, arg)
                 except (struct.error, TypeError, ValueError, OverflowError) as error:
-                    if is_array(arg):
-                        raise TypeError(
-                            f"{place.name} is an array; {self.kernel.__name__} takes a {place.element}"
-                        ) from None
-                    raise type(error if isinstance(error, TypeError) else ValueError())(
-                        f"{place.name} is {arg!r}; {self.kernel.__name__} takes a {place.element} ({error})"
-                    ) from None
+                    raise self._unfit(place, arg, error) from None
         return kind, named
+
+    def _unfit(self, place: Parameter, arg: Any, error: Exception) -> Exception:
+        name = self.kernel.__name__
+        if is_array(arg):
+            return TypeError(f"{place.name} is an array; {name} takes one {place.element}")
+        wrong_type = isinstance(error, TypeError) or "required argument is not" in str(error)
+        kind = TypeError if wrong_type else ValueError
+        return kind(f"{place.name} is {arg!r}; for {name} it must be of type {place.element} ({error})")
 
     def _fits(self, place: Parameter, found: Described) -> None:
         if found.device is None:
