@@ -68,7 +68,9 @@ def unavailable() -> str:
     except ImportError as error:
         return str(error)
     except Exception as error:  # cuda.pathfinder has several ways to say that libcuda is missing
-        return f"no CUDA driver ({str(error).splitlines()[0]})"
+        if type(error).__name__ == "DynamicLibNotFoundError":
+            return "no CUDA driver is installed"
+        return f"the CUDA driver does not load ({type(error).__name__}: {error})"
     if status:
         return f"the CUDA driver does not start ({getattr(status, 'name', status)})"
     if not call(driver.cuDeviceGetCount):

@@ -30,13 +30,14 @@ class Parameter:
     """One argument of a kernel and the place of its first 8-byte word.
 
     Attributes:
-        name: as the kernel's source has it.
+        index, name: as the kernel's source has it.
         at: index of its first word; an array's data pointer is word ``at + 4``.
         array: the Numba array type, or None for a scalar.
         element: name of the element or scalar type, e.g. ``float32``.
         packer: writes a scalar; None for an array.
     """
 
+    index: int
     name: str
     at: int
     array: Any
@@ -67,7 +68,14 @@ def parameters(kernel: Kernel, signature: tuple[Any, ...]) -> tuple[Parameter, .
                 f"{kernel.__name__}: {name} has type {wanted}; a launch passes arrays and {', '.join(_FORMAT)}"
             )
         laid.append(
-            Parameter(name, at, array, element, None if array is not None else struct.Struct("<" + _FORMAT[element]))
+            Parameter(
+                len(laid),
+                name,
+                at,
+                array,
+                element,
+                None if array is not None else struct.Struct("<" + _FORMAT[element]),
+            )
         )
         at += laid[-1].words
     return tuple(laid)

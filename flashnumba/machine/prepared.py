@@ -37,6 +37,10 @@ class Prepared:
         self.kernel, self.signature, self.device, self.shared = kernel, signature, device, shared
         self.function = function
         self.parameters = parameters(kernel, signature)
+        self._places = tuple(
+            (p, None, p.at + 4) if p.packer is None else (p, p.packer.pack_into, 8 * p.at) for p in self.parameters
+        )
+        self._maps = tuple(i for i, p in enumerate(self.parameters) if p.element == "uint64" and p.array is None)
         self._driver = gpu.bindings()
         self._launch = self._driver.cuLaunchCooperativeKernel if kernel.concurrent else self._driver.cuLaunchKernel
         self._last = () if kernel.concurrent else (0,)
@@ -84,45 +88,55 @@ class Prepared:
             run_on_copies(self, grid, block, args, 0 if stream is None else stream_handle(stream))
 
     def _write(self, frame: Frame, args: tuple[Any, ...]) -> tuple[str | None, int | None]:
-        """Bring the buffer up to date; return the arrays' kind and the stream that one of them names."""
+        """Bring the buffer up to date; return the arrays' kind and the stream that one of them names.
+
+        A torch tensor laid out as the last one in its place changes one word; this path decides what a launch costs.
+        """
         if len(args) != len(self.parameters):
             raise TypeError(f"{self.kernel.__name__} takes {len(self.parameters)} arguments, not {len(args)}")
-        kind: str | None = None
-        named: int | None = None
-        for i, (place, arg, seen) in enumerate(zip(self.parameters, args, frame.seen, strict=True)):
-            if place.packer is None:
+        words, buffer, device = frame.words, frame.buffer, self.device
+        torch_seen, kind, named = False, None, None
+        for (place, pack, at), arg, seen in zip(self._places, args, frame.seen, strict=True):
+            if pack is None:
                 if (
                     seen is not None
                     and arg.__class__ is seen[0]
                     and arg.dtype is seen[1]
                     and arg.shape == seen[2]
                     and arg.stride() == seen[3]
-                    and arg.get_device() == self.device
+                    and arg.get_device() == device
                 ):
-                    frame.words[place.at + 4] = arg.data_ptr()
-                    kind = "torch-cuda"
+                    words[at] = arg.data_ptr()
+                    torch_seen = True
                     continue
-                frame.seen[i] = None
-                found = describe(arg, place.name)
-                self._fits(place, found)
-                frame.array(place, found)
-                kind, named = found.kind, found.stream or named
-                if kind == "torch-cuda":
-                    frame.seen[i] = (arg.__class__, arg.dtype, arg.shape, arg.stride())
-                elif kind == "jax" and arg is not found:
-                    arg.block_until_ready()
-            elif arg.__class__ is TensorMap:
+                found = self._describe(frame, place, arg)
+                torch_seen = torch_seen or found.kind == "torch-cuda"
+                kind = "jax" if "jax" in (kind, found.kind) else found.kind
+                named = found.stream or named
+            elif arg.__class__ is TensorMap and place.element == "uint64":
                 if arg.device is None:
                     raise OnHost
                 self._same_device(place, arg.device)
-                frame.words[place.at] = arg.device_address
-                kind = kind or arg.found.kind
+                words[place.at] = arg.device_address
+                torch_seen = torch_seen or arg.found.kind == "torch-cuda"
             else:
                 try:
-                    place.packer.pack_into(frame.buffer, 8 * place.at, arg)
+                    pack(buffer, at, arg)
                 except (struct.error, TypeError, ValueError, OverflowError) as error:
                     raise self._unfit(place, arg, error) from None
-        return kind, named
+        return "torch-cuda" if torch_seen and kind != "jax" else kind, named
+
+    def _describe(self, frame: Frame, place: Parameter, arg: Any) -> Described:
+        """Check an array and write all its words."""
+        frame.seen[place.index] = None
+        found = describe(arg, place.name)
+        self._fits(place, found)
+        frame.array(place, found)
+        if found.kind == "torch-cuda":
+            frame.seen[place.index] = (arg.__class__, arg.dtype, arg.shape, arg.stride())
+        elif found.kind == "jax":
+            arg.block_until_ready()
+        return found
 
     def _unfit(self, place: Parameter, arg: Any, error: Exception) -> Exception:
         name = self.kernel.__name__
@@ -171,9 +185,9 @@ class Prepared:
                 f"{self.kernel.__name__} was not launched: {getattr(status, 'name', status)}; grid {sizes[:3]}, "
                 f"block {sizes[3:]}, {self.shared} bytes of dynamic shared memory on cuda:{self.device}"
             )
-        for arg in args:
-            if arg.__class__ is TensorMap and self._capturing(stream):
-                arg.pin()
+        for i in self._maps:
+            if args[i].__class__ is TensorMap and self._capturing(stream):
+                args[i].pin()
 
     def _capturing(self, stream: int) -> bool:
         # The legacy stream answers with an error while another stream captures; keeping the map is the safe reading.
