@@ -15,6 +15,7 @@ from flashnumba import commands
 from flashnumba.cli import app
 from flashnumba.commands import walkthrough
 from flashnumba.ladder import STAGES, Passes, Rung
+from flashnumba.machine import compiler, gpu
 from flashnumba.stages.softmax.reference import low_precision
 
 
@@ -115,10 +116,8 @@ def test_a_kernel_that_raises_is_exit_1_and_still_drawn(tmp_path, monkeypatch):
 
 
 def test_a_gpu_too_old_for_a_kernel_skips_it_and_says_why(kernels, tmp_path, monkeypatch):
-    device = SimpleNamespace(compute_capability=(8, 6))
-    gpu = SimpleNamespace(is_available=lambda: True, get_current_device=lambda: device)
-    monkeypatch.setattr("flashnumba.machine.numba.cuda", gpu)
-    monkeypatch.setattr("flashnumba.machine.numba.CAN_COMPILE", True)
+    monkeypatch.setattr(commands, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(gpu, "device_arch", lambda: "86")
     newer = replace(STAGES[0].rungs[-1], arch="90a")
     monkeypatch.setattr(walkthrough, "STAGES", (replace(STAGES[0], rungs=(*STAGES[0].rungs[:-1], newer)),))
     result = invoke("walkthrough", "--out", tmp_path)
@@ -130,13 +129,12 @@ def test_a_gpu_too_old_for_a_kernel_skips_it_and_says_why(kernels, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch", "able"),
-    [((9, 0), "90a", True), ((9, 0), "80", True), ((10, 0), "90a", False), ((7, 5), "80", False), ((7, 5), "75", True)],
+    ("have", "needs", "able"),
+    [("90a", "90a", True), ("90a", "80", True), ("100a", "90a", False), ("75", "80", False), ("75", "75", True)],
 )
-def test_which_gpu_runs_what(monkeypatch, capability, arch, able):
-    device = SimpleNamespace(compute_capability=capability)
-    monkeypatch.setattr("flashnumba.machine.numba.cuda", SimpleNamespace(get_current_device=lambda: device))
-    rung = replace(STAGES[0].kernels[0], arch=arch)
+def test_which_gpu_runs_what(monkeypatch, have, needs, able):
+    monkeypatch.setattr(gpu, "device_arch", lambda: have)
+    rung = replace(STAGES[0].kernels[0], arch=needs)
     assert (walkthrough.unable(rung, "cuda") == "") is able
     assert walkthrough.unable(rung, "emulator") == ""
 
@@ -166,18 +164,17 @@ def test_an_output_that_takes_no_files_is_exit_2(untouched, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("compile", "available", "reason"),
-    [(True, False, "no CUDA GPU was found"), (False, True, "numba-cuda is not installed"), (True, True, "")],
+    ("no_gpu", "no_compiler", "reason"), [("no GPU", "", "no GPU"), ("", "no NVVM", "no NVVM"), ("", "", "")]
 )
-def test_asking_for_a_gpu(monkeypatch, untouched, compile, available, reason):
-    monkeypatch.setattr("flashnumba.machine.numba.CAN_COMPILE", compile)
-    monkeypatch.setattr("flashnumba.machine.numba.cuda", SimpleNamespace(is_available=lambda: available))
+def test_asking_for_a_gpu(monkeypatch, untouched, tmp_path, no_gpu, no_compiler, reason):
+    monkeypatch.setattr(gpu, "unavailable", lambda: no_gpu)
+    monkeypatch.setattr(compiler, "why_not", lambda: no_compiler)
     assert commands.choose_machine("auto") == ("emulator" if reason else "cuda")
     assert commands.choose_machine("emulator") == "emulator"
     if reason:
-        result = invoke("walkthrough", "--machine", "cuda")
+        result = invoke("walkthrough", "--machine", "cuda", "--out", tmp_path / "out")
         assert result.exit_code == 2
-        assert result.stderr == f"flashnumba: --machine is 'cuda', but {reason}; use emulator or auto\n"
+        assert result.stderr == f"flashnumba: --machine is 'cuda', but {reason}; emulator and auto run here\n"
     else:
         assert commands.choose_machine("cuda") == "cuda"
 

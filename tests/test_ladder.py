@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import flashnumba.stages
+from flashnumba import ladder
 from flashnumba.ladder import STAGES, Case, Passes, Rung, find, measure
 from flashnumba.stages.stage import save
 
@@ -65,6 +66,16 @@ def test_references_stay_in_their_budget_or_fail_as_meant(stage):
             assert result.machine == "numpy"
             if not rung.must_fail:
                 assert 0 < result.comparison.error < 1e-12, "float64 beside float64 computed another way"
+
+
+def test_compile_cases_are_those_of_every_tier_there_is(monkeypatch):
+    modules = {
+        "flashnumba.stages.softmax.simt": SimpleNamespace(compile_cases=lambda: ["a", "b"]),
+        "flashnumba.stages.online_softmax.wgmma": SimpleNamespace(compile_cases=lambda: ["c"]),
+    }
+    monkeypatch.setattr(ladder, "find_spec", modules.get)
+    monkeypatch.setattr(ladder, "import_module", modules.__getitem__)
+    assert list(ladder.compile_cases()) == ["a", "b", "c"]
 
 
 STAGE = STAGES[0]
