@@ -1,9 +1,9 @@
 """Any kernel for any architecture, with no GPU and no driver: PTX, registers, spills, shared memory, SASS.
 
 Numba types the kernel and NVVM turns it into LTO-IR; nvJitLink then optimises that, prints the PTX that a launch would
-assemble, and assembles it. Registers and spills are those of ptxas, read off nvJitLink's ``-verbose`` report. The LTO-IR
-is linked, not NVVM's own PTX: from PTX the unit would be relocatable, and ptxas would ignore ``setmaxnreg`` and spill
-where a launch does not.
+assemble, and assembles it. Registers and spills are those of ptxas, read off nvJitLink's ``-verbose`` report. What is
+linked is LTO-IR, not NVVM's own PTX: from PTX the unit would be relocatable, and ptxas would then ignore
+``setmaxnreg`` and spill where a launch does not.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def compile_kernel(kernel: Kernel, signature: tuple[Any, ...], arch: str | int) 
         arch: compute capability without the dot, e.g. ``80`` or ``"90a"``; one of :data:`ARCHITECTURES`.
 
     Raises:
-        ValueError: the architecture is unknown or older than the kernel's, or an instruction is newer than the kernel's.
+        ValueError: the architecture is unknown or older than the kernel's, or an instruction is newer than that.
         RuntimeError: the compiler is not installed; the message has the command.
         CompileError: the linker refuses, e.g. more than 48 KB of static shared memory.
         numba.core.errors.NumbaError: the kernel does not type.
