@@ -87,7 +87,7 @@ class Compiled:
         stack: bytes of stack a thread (spills and local arrays).
         shared: static shared memory a block in bytes.
         barriers: hardware barriers a block.
-        local_memory: bytes a thread of arrays that did not stay in registers.
+        local_memory: bytes a thread of arrays that the PTX keeps in memory (ptxas may still find registers for one).
         uses_f64: whether any double precision is left.
         census: how often each PTX instruction stands in the text, by its full name.
         warnings: what ptxas complained of, e.g. wgmma that it had to serialise.
@@ -215,7 +215,7 @@ def _compile(kernel: Kernel, signature: tuple[Any, ...], arch: str) -> Compiled:
         local_memory=sum(map(int, re.findall(r"^\s*\.local\s.*?\[(\d+)\];", ptx, re.MULTILINE))),
         uses_f64=".f64" in ptx,
         census=census,
-        warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"warning|Potential|ignored", line)),
+        warnings=_warnings(log),
         ptx=ptx,
         cubin=cubin,
     )
@@ -224,6 +224,12 @@ def _compile(kernel: Kernel, signature: tuple[Any, ...], arch: str) -> Compiled:
 def _reported(pattern: str, log: str) -> int:
     """A number of ptxas's report; it leaves out what is zero. With several functions the largest is the bound."""
     return max(map(int, re.findall(pattern, log)), default=0)
+
+
+def _warnings(log: str) -> tuple[str, ...]:
+    """ptxas's numbered remarks and warnings, without the mangled names of functions."""
+    said = re.findall(r"^ptxas (?:warning\s*:\s*|info\s*:\s*(?=\(C\d+\)))(.*)$", log, re.MULTILINE)
+    return tuple(dict.fromkeys(re.sub(r"\s+in (?:the )?function '\S+'", "", line) for line in said))
 
 
 def _opcodes(ptx: str) -> Iterator[str]:

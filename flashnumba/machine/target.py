@@ -146,7 +146,7 @@ def _type_of(index: int, arg: Any) -> Any:
     if isinstance(arg, np.ndarray):
         if not arg.flags.aligned:
             raise ValueError(
-                f"argument {index}: the elements are not aligned to {arg.dtype.itemsize} bytes; pass a copy"
+                f"argument {index}: its elements are not aligned to {arg.dtype.itemsize} bytes; pass a copy"
             )
         return types.Array(numba_type(arg.dtype), arg.ndim, "C" if arg.flags.c_contiguous else "A")
     if hasattr(arg, "__cuda_array_interface__"):
