@@ -36,7 +36,7 @@ class LocalArray:
         self.data, self.init = store.data[row], store.init[row]
         self.integer = self.data.dtype.kind in "iu"
         self.op: Any = None  # the last posted collective that uses it
-        self.flight: Any = None  # a wgmma in flight that does
+        self.flight: Any = None  # (commit group, place) of a wgmma in flight that does
         self.stamp = 0  # number of wgmma fences before its last ordinary write
 
     @property
@@ -60,7 +60,7 @@ class LocalArray:
         if self.flight is not None:
             raise self.thread.fault(
                 faults.AccumulatorInFlight,
-                f"registers that a wgmma uses are touched before wgmma_wait() (it was issued at {self.flight})",
+                f"registers that a wgmma uses are touched before wgmma_wait() (issued at {self.flight[1]})",
             )
 
     def _bounds(self, i: Any) -> None:

@@ -193,7 +193,7 @@ class Block:
         for t in self.threads:
             if not t.dead and t.waiting:
                 where = faults.stack(t.gr_frame)
-                groups.setdefault((t.waiting, tuple(where[:3])), []).append(t)
+                groups.setdefault((str(t.waiting), tuple(where[:3])), []).append(t)
         lines = ["no thread of the block can go on"]
         for (what, where), threads in groups.items():
             at = f" at {faults.describe(where[0])}" if where else ""

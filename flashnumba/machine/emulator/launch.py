@@ -21,6 +21,7 @@ from flashnumba.machine.emulator.block import Block
 from flashnumba.machine.emulator.execution import bind
 from flashnumba.machine.emulator.global_memory import GlobalMemory
 from flashnumba.machine.emulator.names import BUILTINS, CASTS, CUDA, MATH
+from flashnumba.machine.emulator.tensor_core import settings
 from flashnumba.machine.emulator.thread import Dim3
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange
 from flashnumba.machine.instruction import Instruction, runs_on
@@ -78,7 +79,8 @@ def launch(
         Fault: the kernel did what it must not; the kind of fault names it.
         ValueError: sizes that no launch may have.
     """
-    return Launch(kernel, grid, block, args, shared, arch, checks, seed).run()
+    with settings.using(arch=arch):
+        return Launch(kernel, grid, block, args, shared, arch, checks, seed).run()
 
 
 def _three(what: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
@@ -105,6 +107,7 @@ class Launch:
         self.function = translated(kernel, arch)
         self.args = self._place(args)
         self.ready: deque[Any] = deque()
+        self.fresh: deque[Any] = deque()
         self.hub: Any = None
 
     def _check_limits(self) -> None:
@@ -172,16 +175,18 @@ class Launch:
         threads = [t for b in blocks for t in b.threads]
         if self.shuffle is not None:
             self.shuffle(threads)
-        ready = self.ready
-        ready.extend(threads)
+        ready, fresh = self.ready, self.fresh
+        fresh.extend(threads)
         try:
-            while ready:
-                ready.popleft().switch()
+            while fresh or ready:
+                # Threads start from here only: a greenlet inherits the recursion depth of the one that starts it.
+                (fresh or ready).popleft().switch()
             for block in blocks:
                 if block.alive:
                     raise block.stuck()
         finally:
             ready.clear()
+            fresh.clear()
 
 
 def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:

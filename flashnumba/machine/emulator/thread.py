@@ -46,7 +46,7 @@ class Thread(greenlet):
         self.tid, self.lane, self.warp = tid, tid & 31, tid >> 5
         self.thread_idx = index
         self.clock, self.time, self.epoch = clock, 1, tid << SHIFT | 1
-        self.waiting: str | None = None
+        self.waiting: Any = None
         self.fenced, self.fenced_since_barrier = 0, False
         self.op: Any = None  # the last collective it posted and has not seen executed
         self.locals: dict[Any, Any] = {}
@@ -55,7 +55,9 @@ class Thread(greenlet):
         self.copy_groups: deque[list[Any]] = deque()
         self.bulk_copies: list[Any] = []  # bulk copies out of shared memory, likewise
         self.bulk_groups: deque[list[Any]] = deque()
-        self.spins: dict[int, tuple[int, int]] = {}
+        self.wgmma_commits = 0
+        self.flying: list[Any] = []  # local arrays that a wgmma in flight uses
+        self.spins: dict[int, tuple[Any, int]] = {}
 
     # -- time ---------------------------------------------------------------------------------------------------------
     def tick(self) -> None:
@@ -75,7 +77,7 @@ class Thread(greenlet):
         self.fenced_since_barrier = False
 
     # -- waiting ------------------------------------------------------------------------------------------------------
-    def wait(self, what: str) -> None:
+    def wait(self, what: Any) -> None:
         """Give way until somebody puts this thread back into the launch's queue."""
         self.waiting = what
         ready = self.launch.ready
@@ -88,7 +90,10 @@ class Thread(greenlet):
     def give_way(self) -> None:
         """Let all others that can go on have a turn."""
         ready = self.launch.ready
-        if ready:
+        if self.launch.fresh:
+            ready.append(self)
+            self.launch.hub.switch()
+        elif ready:
             ready.append(self)
             ready.popleft().switch()
 
