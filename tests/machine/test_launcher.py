@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import re
 import struct
 import sys
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flashnumba.machine import arrays, gpu, launcher, prepared, streams
+from flashnumba.bench import timing
+from flashnumba.machine import arrays, copies, gpu, launcher, prepared, streams, tensor_encode
 from flashnumba.machine.arrays import Described
 from flashnumba.machine.compiler import compile_kernel, why_not
 from flashnumba.machine.copies import merged
@@ -468,3 +470,23 @@ def test_torch_cpu_tensors_are_written_in_place(machine):
     out = torch.zeros(20)[::2]
     launcher.launch(scale, 1, 32, (out, x, 3.0, 10), machine=machine)
     assert torch.equal(out, 3 * x)
+
+
+def test_the_driver_has_every_name_that_is_used():
+    """Nothing here runs without a GPU, but cuda.bindings imports without one, and a misspelt name shows."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    used = set()
+    for module in (gpu, launcher, prepared, tensor_encode, copies, timing):
+        used |= set(re.findall(r"\bdriver\.((?:cu|CU)\w+(?:\.CU\w+)?)", inspect.getsource(module)))
+    used |= {f"CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_{code}" for code in tensor_encode.CODE.values()}
+    used |= {f"CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_{s}" for s in ("NONE", "32B", "64B", "128B")}
+    used |= {f"CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_{s}" for s in ("NONE", "L2_64B", "L2_128B", "L2_256B")}
+    used |= {f"CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_{s}" for s in ("NONE", "NAN_REQUEST_ZERO_FMA")}
+    for name in re.findall(r'_attribute\("([A-Z_]+)"', inspect.getsource(gpu)):
+        used.add(f"CUdevice_attribute.CU_DEVICE_ATTRIBUTE_{name}")
+    assert len(used) > 40
+    for name in sorted(used):
+        value = driver
+        for part in name.split("."):
+            assert hasattr(value, part), name
+            value = getattr(value, part)
