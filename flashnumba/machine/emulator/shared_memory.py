@@ -62,7 +62,7 @@ class SharedMemory:
         if lo & (align - 1):
             raise thread.fault(faults.Misaligned, f"shared address {lo} is not a multiple of {align}")
         grain = (1 << self.shift) - 1
-        while lo & grain or hi & grain:
+        while (lo & grain or hi & grain) and self.checks:
             self._refine()
             grain = (1 << self.shift) - 1
         return lo >> self.shift, hi >> self.shift
