@@ -151,9 +151,11 @@ def instruction(
     group: str = "thread",
     effect: str = "none",
     doc: str = "",
-    quick: Callable[..., Any] | None = None,
+    quick: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Instruction]:
     """Declare an instruction by decorating its emulation; the emulation's docstring is the documentation.
+
+    ``quick`` makes the form for one thread's plain numbers from the emulation, to which it leaves uncommon values.
 
     Raises:
         ValueError: the text names an operand that is not declared, or the other way round, or the name is taken.
@@ -172,7 +174,8 @@ def instruction(
             raise ValueError(f"an instruction named {name} is declared already")
         made = Instruction(
             name, ptx, operands, returns, str(arch), group, effect, emulate,
-            family=emulate.__module__.rsplit(".", 1)[-1], doc=(doc or emulate.__doc__ or "").strip(), quick=quick,
+            family=emulate.__module__.rsplit(".", 1)[-1], doc=(doc or emulate.__doc__ or "").strip(),
+            quick=quick(emulate) if quick else None,
         )  # fmt: skip
         REGISTRY[name] = made
         return made
@@ -317,5 +320,7 @@ def _assemble(
         if pointer is not None:
             builder.store(value, pointer)
         else:
-            answer = builder.icmp_unsigned("!=", value, ir.Constant(ir.IntType(32), 0)) if register.name == "pred" else value
+            answer = (
+                builder.icmp_unsigned("!=", value, ir.Constant(ir.IntType(32), 0)) if register.name == "pred" else value
+            )
     return answer

@@ -150,7 +150,8 @@ def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> 
         )
     if role != "out" and not array.init[at : at + count].all():
         raise thread.fault(
-            faults.UninitialisedRead, f"registers {at}..{at + count - 1} of a local array are used before they are all written"
+            faults.UninitialisedRead,
+            f"registers {at}..{at + count - 1} of a local array are used before they are all written",
         )
     return array.data[at : at + count]
 
@@ -264,7 +265,9 @@ def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thre
         rows = slice(array.row, array.row + gang.size)
         if array.store.init[rows, first : first + count].all():
             return array.store.data[rows, first : first + count]
-    return np.stack([_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)])
+    return np.stack(
+        [_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
+    )
 
 
 def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarray, threads: list[Thread]) -> None:
