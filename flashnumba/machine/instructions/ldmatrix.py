@@ -63,9 +63,7 @@ _WHICH = {1: "lanes 0-7", 2: "lanes 0-15", 4: "all lanes"}
 
 
 def _document(verb: str, place: str, count: int, trans: bool) -> str:
-    holds = (
-        "rows 2 (l % 4) and the next, of column l // 4" if trans else "columns 2 (l % 4) and the next, of row l // 4"
-    )
+    along, across = ("rows", "column") if trans else ("columns", "row")
     return (
         f"{verb} {count} 8x8 matri{'ces' if count > 1 else 'x'} of 16-bit elements {place} shared memory"
         f"{', transposed' if trans else ''}; register i is of matrix i.\n\n"
