@@ -309,7 +309,5 @@ def _assemble(
         if pointer is not None:
             builder.store(value, pointer)
         else:
-            answer = (
-                builder.icmp_unsigned("!=", value, ir.Constant(ir.IntType(32), 0)) if register.name == "pred" else value
-            )
+            answer = builder.icmp_unsigned("!=", value, ir.Constant(ir.IntType(32), 0)) if register.name == "pred" else value
     return answer
