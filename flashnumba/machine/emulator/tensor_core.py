@@ -135,15 +135,18 @@ def dot(
         ``[..., M, N]`` float32.
     """
     if not settings.exact:
-        return np.matmul(a, b) + c
+        with np.errstate(all="ignore"):
+            return np.matmul(a, b) + c
     rule = rule_for(unit, a_format, arch)
     lowest = FORMATS[a_format], FORMATS[b_format or a_format]
     if rule.as_f16:
-        order = np.argsort(np.arange(a.shape[-1]) % 4 // 2, kind="stable")
-        product = fused_dot(a[..., order], b[..., order, :], np.zeros_like(c), fraction_bits=rule.fraction_bits,
-                            chunk=rule.chunk)  # fmt: skip
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = c + product
+        k = np.arange(a.shape[-1])
+        k = np.concatenate([k[k % 4 < 2], k[k % 4 >= 2]])
+        total = fused_dot(
+            a[..., k], b[..., k, :], np.zeros_like(c), fraction_bits=rule.fraction_bits, chunk=rule.chunk
+        )  # float16's smallest exponent is fused_dot's default
+        with np.errstate(all="ignore"):
+            total += c
         return np.where(np.isnan(total), _NAN.view(np.float32), total)
     return fused_dot(
         a, b, c, fraction_bits=rule.fraction_bits, chunk=rule.chunk, result_bits=rule.result_bits, lowest=lowest

@@ -157,8 +157,8 @@ def record(names: list[str], folder: Path, workers: int, patience: float) -> dic
     return failed
 
 
-def save(path: Path, names: list[str], folder: Path, failed: dict[str, str]) -> None:
-    """One compressed file; an array that occurs twice is held once."""
+def save(path: Path, names: list[str], folder: Path, about: dict[str, Any]) -> None:
+    """One compressed file, with what is said ``about`` it; an array that occurs twice is held once."""
     held: dict[str, np.ndarray] = {}
 
     def keep(values: np.ndarray) -> str:
@@ -179,14 +179,7 @@ def save(path: Path, names: list[str], folder: Path, failed: dict[str, str]) -> 
             after = arrays["memory"].view(np.uint8)
             entry |= {"before": keep(cases.memory_before(len(after))), "after": keep(after)}
         index[name] = entry
-    device = cuda.get_current_device()
-    about = {
-        "device": device.name.decode() if isinstance(device.name, bytes) else device.name,
-        "compute_capability": list(device.compute_capability),
-        "instructions": index,
-        "failed": failed,
-    }
-    np.savez_compressed(path, index=np.array(json.dumps(about)), **held)
+    np.savez_compressed(path, index=np.array(json.dumps({**about, "instructions": index})), **held)
 
 
 def main() -> int:
@@ -208,12 +201,14 @@ def main() -> int:
         failed = offline.compile_all([REGISTRY[n] for n in names], options.compile_only)
         print(f"{len(names) - len(failed)} of {len(names)} kernels compile for sm_{options.compile_only}")
     else:
-        number = "".join(map(str, cuda.get_current_device().compute_capability))
+        device = cuda.get_current_device()
+        number = "".join(map(str, device.compute_capability))
         arch = number + "a" if int(number) >= 90 else number
         names = [n for n in names if runs_on(arch, REGISTRY[n].arch)]
         with tempfile.TemporaryDirectory() as folder:
             failed = record(names, Path(folder), options.workers, options.patience)
-            save(options.path, names, Path(folder), failed)
+            name = device.name.decode() if isinstance(device.name, bytes) else device.name
+            save(options.path, names, Path(folder), {"device": name, "arch": arch, "failed": failed})
         print(f"{len(names) - len(failed)} of {len(names)} instructions recorded, {options.path.stat().st_size} bytes")
     for name, why in failed.items():
         print(f"FAILED {name}: {why}")
