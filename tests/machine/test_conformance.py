@@ -86,9 +86,12 @@ def test_the_recording_is_complete_and_current() -> None:
     assert not about["failed"], f"not recorded: {about['failed']}"
     assert set(about["instructions"]) == set(NAMES), f"the recording is of other instructions than there are; {RECORD}"
     assert VECTORS.stat().st_size < 1 << 20
-    assert {key for entry in about["instructions"].values() for part in ("inputs", "outputs") for key in entry[part].values()} <= set(
-        held.files
-    )
+    assert {
+        key
+        for entry in about["instructions"].values()
+        for part in ("inputs", "outputs")
+        for key in entry[part].values()
+    } <= set(held.files)
 
 
 @pytest.mark.parametrize("name", ["pack_f16x2", "ldmatrix_x4_trans", "mma_m16n8k16_bf16", "st_shared_v4", "ex2_approx"])
