@@ -23,7 +23,7 @@ import numpy as np
 
 from flashnumba.machine.numba import intrinsic, ir, types
 
-__all__ = ["REGISTRY", "Fragment", "Instruction", "Scalar", "instruction", "runs_on"]
+__all__ = ["REGISTRY", "Fragment", "Instruction", "Scalar", "instruction", "register_dtype", "runs_on"]
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,11 @@ def instruction(
 
 
 _SPECIAL = {"laneid", "clock", "clock64", "globaltimer", "smid", "warpid"}
+
+
+def register_dtype(name: str) -> np.dtype | None:
+    """NumPy dtype of a register type; None where the caller's own type is kept (``b32``) or an array is passed."""
+    return _TYPES[name].numpy if name in _TYPES else None
 
 
 def runs_on(arch: str, needed: str) -> bool:
