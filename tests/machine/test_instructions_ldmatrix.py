@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from flashnumba.machine import instructions
 from flashnumba.machine.instructions.fragments import to_fragments
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conformance.cases import PlainMemory
+from tests.machine.conformance.cases import PlainMemory
 
 LANE = np.arange(32)
 

@@ -25,8 +25,11 @@ DTYPES = {"f32": "float32", "f64": "float64", "u16": "uint16", "u32": "uint32", 
 
 
 def recorded_instructions() -> list[Instruction]:
-    """The instructions that need a vector: all but those that wait for or order other threads."""
-    return [i for i in REGISTRY.values() if i.effect != "control"]
+    """The instructions that need a vector: all but those that wait for or order other threads.
+
+    Shuffles and votes, which the emulator runs thread by thread, are among them.
+    """
+    return [i for i in REGISTRY.values() if i.effect != "control" or (i.family == "warp" and i.returns)]
 
 
 def lanes_of(declared: Instruction) -> int:
@@ -234,6 +237,8 @@ def emulated(
     declared: Instruction, inputs: dict[str, np.ndarray], before: np.ndarray | None = None
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
     """The emulation's outputs for recorded inputs, group by group, and memory afterwards."""
+    if declared.effect == "control":
+        return launched(declared, inputs), None
     names = ["result"] if declared.returns else []
     names += [o.name for o in declared.operands if isinstance(o, Fragment) and o.role != "in"]
     order = [o.name for o in declared.operands if _is_read(o)]
@@ -247,3 +252,17 @@ def emulated(
         for name, value in zip(names, made if isinstance(made, tuple) else (made,), strict=False):
             outputs[name].append(np.asarray(value))
     return {name: np.stack(values) for name, values in outputs.items()}, after
+
+
+def launched(declared: Instruction, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As :func:`emulated`, by a launch of the recording kernel: for an emulation that works thread by thread."""
+    from flashnumba.machine.emulator import launch
+    from flashnumba.machine.function import Kernel
+    from tests.machine.conformance import record
+
+    lanes, groups = lanes_of(declared), len(next(iter(inputs.values())))
+    function, parameters = record.kernel_of(declared, numba=False)
+    outputs = {f"out_{name}": array for name, array in record.outputs_of(declared, groups).items()}
+    given = {f"in_{name}": values for name, values in inputs.items()} | outputs
+    launch(Kernel(function, threads=lanes), groups, lanes, [given[name] for name in parameters])
+    return {name.removeprefix("out_"): array for name, array in outputs.items()}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance import record
-
 from flashnumba.machine.instruction import Instruction
+from tests.machine.conformance import record
 
 
 def compile_all(declared: list[Instruction], arch: str) -> dict[str, str]:
@@ -34,7 +33,7 @@ def assemble(declared: Instruction, arch: str) -> str:
 
     asked, dispatcher.get_current_device = dispatcher.get_current_device, lambda: NoGpu
     try:
-        function, parameters, _ = record.kernel_of(declared)
+        function, parameters = record.kernel_of(declared)
         kinds = record.signature(declared, parameters)
         ptx, _ = numba_compile(function, kinds, device=False, cc=capability, abi="numba", output="ptx")
     finally:

@@ -21,14 +21,12 @@ from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from conformance import cases  # noqa: E402
-
-from flashnumba.machine.instruction import REGISTRY, Fragment, Instruction, runs_on  # noqa: E402
-from flashnumba.machine.instructions import global_address, shared_address  # noqa: E402
-from flashnumba.machine.numba import cuda, types  # noqa: E402
+from flashnumba.machine.instruction import REGISTRY, Fragment, Instruction, runs_on
+from flashnumba.machine.instructions import global_address, shared_address
+from flashnumba.machine.numba import cuda, types
+from tests.machine.conformance import cases
 
 NUMBA = {kind: "boolean" if kind == "pred" else name for kind, name in cases.DTYPES.items()}
 
@@ -44,8 +42,8 @@ def outputs_of(declared: Instruction, groups: int) -> dict[str, np.ndarray]:
     return made
 
 
-def kernel_of(declared: Instruction) -> tuple[Any, list[str], str]:
-    """(function, names of its array arguments, source): one block a group, one call a thread."""
+def kernel_of(declared: Instruction, numba: bool = True) -> tuple[Any, list[str]]:
+    """(function, names of its array arguments): one block a group, one call a thread; for Numba or for the emulator."""
     space, lanes = cases.space_of(declared), cases.lanes_of(declared)
     reads = [f"in_{o.name}" for o in declared.operands if not (isinstance(o, Fragment) and o.role == "out")]
     writes = (["out_result"] if declared.returns else []) + [
@@ -81,10 +79,10 @@ def kernel_of(declared: Instruction) -> tuple[Any, list[str], str]:
         body += ["cuda.syncthreads()", f"for i in range(t, {words}, {lanes}):", "    memory[g, i] = smem[i]"]
     source = f"def kernel({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in body)
     scope = {name: getattr(types, name) for name in set(NUMBA.values())}
-    scope |= {"cuda": cuda, "instruction": declared.intrinsic}
-    scope |= {"shared_address": shared_address.intrinsic, "global_address": global_address.intrinsic}
+    named = {"instruction": declared, "shared_address": shared_address, "global_address": global_address}
+    scope |= {"cuda": cuda, **{name: one.intrinsic if numba else one for name, one in named.items()}}
     exec(source, scope)
-    return scope["kernel"], parameters, source
+    return scope["kernel"], parameters
 
 
 def arguments(declared: Instruction) -> dict[str, np.ndarray]:
@@ -106,7 +104,7 @@ def signature(declared: Instruction, parameters: list[str]) -> Any:
 
 def run(declared: Instruction) -> dict[str, np.ndarray]:
     """Launch the instruction's kernel; all arguments as they are afterwards."""
-    function, parameters, _ = kernel_of(declared)
+    function, parameters = kernel_of(declared)
     given = arguments(declared)
     on_device = {name: cuda.to_device(np.ascontiguousarray(given[name])) for name in parameters}
     cuda.jit(function)[len(next(iter(given.values()))), cases.lanes_of(declared)](*on_device.values())
@@ -196,7 +194,7 @@ def main() -> int:
         return 0
     names = options.only or [i.name for i in cases.recorded_instructions()]
     if options.compile_only:
-        from conformance import offline
+        from tests.machine.conformance import offline
 
         failed = offline.compile_all([REGISTRY[n] for n in names], options.compile_only)
         print(f"{len(names) - len(failed)} of {len(names)} kernels compile for sm_{options.compile_only}")
