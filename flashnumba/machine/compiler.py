@@ -1,9 +1,9 @@
 """Any kernel for any architecture, with no GPU and no driver: PTX, registers, spills, shared memory, SASS.
 
 Numba types the kernel and NVVM turns it into LTO-IR; nvJitLink then optimises that, prints the PTX that a launch would
-assemble, and assembles it. Registers and spills are those of ptxas, read off nvJitLink's ``-verbose`` report. The LTO-IR
-is linked, not NVVM's own PTX: from PTX the unit would be relocatable, and ptxas would ignore ``setmaxnreg`` and spill
-where a launch does not.
+assemble, and assembles it. Registers and spills are those of ptxas, read off nvJitLink's ``-verbose`` report. What is
+linked is LTO-IR, not NVVM's own PTX: from PTX the unit would be relocatable, and ptxas would then ignore
+``setmaxnreg`` and spill where a launch does not.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Compiled:
         stack: bytes of stack a thread (spills and local arrays).
         shared: static shared memory a block in bytes.
         barriers: hardware barriers a block.
-        local_memory: bytes a thread of arrays that did not stay in registers.
+        local_memory: bytes a thread of arrays that the PTX keeps in memory (ptxas may still find registers for one).
         uses_f64: whether any double precision is left.
         census: how often each PTX instruction stands in the text, by its full name.
         warnings: what ptxas complained of, e.g. wgmma that it had to serialise.
@@ -146,7 +146,7 @@ def compile_kernel(kernel: Kernel, signature: tuple[Any, ...], arch: str | int) 
         arch: compute capability without the dot, e.g. ``80`` or ``"90a"``; one of :data:`ARCHITECTURES`.
 
     Raises:
-        ValueError: the architecture is unknown or older than the kernel's, or an instruction is newer than the kernel's.
+        ValueError: the architecture is unknown or older than the kernel's, or an instruction is newer than that.
         RuntimeError: the compiler is not installed; the message has the command.
         CompileError: the linker refuses, e.g. more than 48 KB of static shared memory.
         numba.core.errors.NumbaError: the kernel does not type.
@@ -215,7 +215,7 @@ def _compile(kernel: Kernel, signature: tuple[Any, ...], arch: str) -> Compiled:
         local_memory=sum(map(int, re.findall(r"^\s*\.local\s.*?\[(\d+)\];", ptx, re.MULTILINE))),
         uses_f64=".f64" in ptx,
         census=census,
-        warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"warning|Potential|ignored", line)),
+        warnings=_warnings(log),
         ptx=ptx,
         cubin=cubin,
     )
@@ -224,6 +224,12 @@ def _compile(kernel: Kernel, signature: tuple[Any, ...], arch: str) -> Compiled:
 def _reported(pattern: str, log: str) -> int:
     """A number of ptxas's report; it leaves out what is zero. With several functions the largest is the bound."""
     return max(map(int, re.findall(pattern, log)), default=0)
+
+
+def _warnings(log: str) -> tuple[str, ...]:
+    """ptxas's numbered remarks and warnings, without the mangled names of functions."""
+    said = re.findall(r"^ptxas (?:warning\s*:\s*|info\s*:\s*(?=\(C\d+\)))(.*)$", log, re.MULTILINE)
+    return tuple(dict.fromkeys(re.sub(r"\s+in (?:the )?function '\S+'", "", line) for line in said))
 
 
 def _opcodes(ptx: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ _DISPATCHERS: dict[tuple[DeviceFunction, bool], Any] = {}
 
 
 def numba_target(kernel: Kernel) -> Callable[..., None]:
-    """The plain function that ``cuda.jit`` takes: ``kernel`` with its instructions and device functions in Numba's terms.
+    """The plain function that ``cuda.jit`` takes: the kernel, its instructions and device functions in Numba's terms.
 
     An instruction becomes its intrinsic, a device function a Numba device function that is always inlined and has the
     kernel's ``fastmath``. Everything else (modules, constants, tuples) stays as it is. One kernel has one target.
@@ -52,7 +52,7 @@ def _substitute(fastmath: bool, callers: tuple[DeviceFunction, ...]) -> Callable
 
 
 def _dispatcher(function: DeviceFunction, fastmath: bool, callers: tuple[DeviceFunction, ...]) -> Any:
-    """Numba's own device function. Fast arithmetic is a property of each operation, so it must be asked for here too."""
+    """Numba's own device function. Fast arithmetic is a property of each operation, so it is asked for here too."""
     if function in callers:
         raise ValueError(f"{function.__name__} calls itself; device functions are inlined and cannot recurse")
     key = (function, fastmath)
@@ -63,7 +63,7 @@ def _dispatcher(function: DeviceFunction, fastmath: bool, callers: tuple[DeviceF
 
 
 def launch_bounds(kernel: Kernel) -> tuple[int, ...]:
-    """What the kernel promises the register allocator: threads a block, and blocks a multiprocessor if it names them."""
+    """What a kernel promises the register allocator: threads a block, and blocks a multiprocessor if it names them."""
     return (kernel.threads, kernel.min_blocks) if kernel.min_blocks else (kernel.threads,)
 
 
@@ -97,8 +97,8 @@ def check_instructions(kernel: Kernel) -> None:
     for needed, chain in instructions_of(kernel).items():
         if not runs_on(kernel.arch, needed.arch):
             raise ValueError(
-                f"{needed.name} needs sm_{needed.arch}, but {kernel.__name__} is declared for sm_{kernel.arch} ({chain}); "
-                f'declare the kernel with arch="{needed.arch}", or leave the instruction out'
+                f"{needed.name} needs sm_{needed.arch}, but {kernel.__name__} is declared for sm_{kernel.arch} "
+                f'({chain}); declare the kernel with arch="{needed.arch}", or leave the instruction out'
             )
 
 
@@ -128,10 +128,10 @@ _ELEMENTS = (
 def signature_of(args: Iterable[Any]) -> tuple[Any, ...]:
     """The Numba types of a kernel's arguments, from examples.
 
-    An array (NumPy, or anything with ``__cuda_array_interface__``) is C-ordered or arbitrarily strided, never read-only:
-    that is two compiled forms an argument at most. C order is worth having, since Numba then addresses global memory as
-    such and without a product for the last axis; strided elements are reached by generic loads. A NumPy scalar is of its
-    own type, a Python bool, int or float is boolean, int64 or float32, a tensor map is its address, uint64.
+    An array (NumPy, or anything with ``__cuda_array_interface__``) is C-ordered or arbitrarily strided, never
+    read-only: two compiled forms an argument at most. C order is worth having: Numba then addresses global memory as
+    such and needs no product for the last axis, where strided elements are reached by generic loads. A NumPy scalar is
+    of its own type; a Python bool, int or float is boolean, int64 or float32; a tensor map is its address, uint64.
 
     Raises:
         TypeError: an argument is of another kind; it names the argument and its type.
@@ -146,7 +146,7 @@ def _type_of(index: int, arg: Any) -> Any:
     if isinstance(arg, np.ndarray):
         if not arg.flags.aligned:
             raise ValueError(
-                f"argument {index}: the elements are not aligned to {arg.dtype.itemsize} bytes; pass a copy"
+                f"argument {index}: its elements are not aligned to {arg.dtype.itemsize} bytes; pass a copy"
             )
         return types.Array(numba_type(arg.dtype), arg.ndim, "C" if arg.flags.c_contiguous else "A")
     if hasattr(arg, "__cuda_array_interface__"):
