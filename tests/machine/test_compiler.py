@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,30 +13,22 @@ from flashnumba.machine.compiler import (
     CompileError,
     architectures,
     compile_kernel,
-    instructions_of,
-    numba_target,
     sass,
     signature_of,
     why_not,
 )
 from flashnumba.machine.function import device, kernel
-from flashnumba.machine.instruction import REGISTRY, Scalar, instruction
-from flashnumba.machine.numba import CAN_COMPILE, cuda, float16, float32, int32, types, uint8, uint32
+from flashnumba.machine.instruction import REGISTRY, instruction
+from flashnumba.machine.numba import CAN_COMPILE, cuda, float32, types, uint32
 
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "the compiler is installed")
 needs_numba_cuda = pytest.mark.skipif(not CAN_COMPILE, reason="numba-cuda is not installed")
 
 
-def unregistered(name, ptx, operands=(), **options):
-    """An instruction for these tests only."""
-    made = instruction(name, ptx, operands, **options)(lambda *inputs: None)
-    del REGISTRY[name]
-    return made
-
-
-ex2 = unregistered("c_ex2", "ex2.approx.ftz.f32 %result, %x;", (Scalar("x", "f32"),), returns="f32")
-commit = unregistered("c_commit", "cp.async.commit_group;", arch="80", effect="memory")
-more_registers = unregistered("c_setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", arch="90a", effect="control")
+more_registers = instruction("c_setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", arch="90a", effect="control")(
+    lambda thread: None
+)
+del REGISTRY["c_setmaxnreg"]  # it is for this file only
 
 FLOATS, HALVES, INTS = np.zeros(1024, np.float32), np.zeros(1024, np.float16), np.zeros(64, np.int32)
 TWO = signature_of((FLOATS, FLOATS))
@@ -100,101 +90,6 @@ def test_an_architecture_specific_kernel_runs_there_alone():
     for arch in ("90", "100a", "120a"):
         with pytest.raises(ValueError, match=f"relu needs sm_90a; it cannot run on sm_{arch}"):
             compile_kernel(fresh(relu, "90a"), TWO, arch)
-
-
-# Instructions
-
-
-@device
-def ends_a_group():
-    commit()
-
-
-@device
-def stages(x):
-    ends_a_group()
-    return ex2(x)
-
-
-def staged(x, out):
-    i = uint32(cuda.threadIdx.x)
-    out[i] = stages(x[i])
-
-
-def test_the_instructions_of_a_kernel_with_the_way_to_each():
-    assert instructions_of(fresh(staged)) == {
-        commit: "staged > stages > ends_a_group > c_commit",
-        ex2: "staged > stages > c_ex2",
-    }
-
-
-def test_an_instruction_newer_than_the_kernel_is_named():
-    with pytest.raises(ValueError, match=r"c_commit needs sm_80, but staged is declared for sm_75 \(staged > stages >"):
-        compile_kernel(fresh(staged), TWO, 80)
-
-
-def test_instructions_in_closures_and_nested_functions_are_found():
-    def factory(step):
-        def body(x, out):
-            def inner():
-                more_registers()
-
-            inner()
-            out[0] = step(x[0])
-
-        return body
-
-    assert set(instructions_of(fresh(factory(stages)))) == {commit, ex2, more_registers}
-    assert set(instructions_of(fresh(factory(ex2)))) == {ex2, more_registers}
-
-
-# Targets
-
-
-@needs_numba_cuda
-def test_a_target_leaves_the_kernel_its_own_function():
-    made = fresh(relu)
-    target = numba_target(made)
-    assert target is numba_target(made)
-    assert target is not relu
-    assert target.__globals__["rectified"] is not rectified
-    assert relu.__globals__["rectified"] is rectified
-    assert target.__globals__["cuda"] is cuda
-    assert target.__globals__["uint32"] is uint32
-
-
-@needs_numba_cuda
-def test_a_device_function_is_made_once_for_all_kernels_of_one_arithmetic():
-    def other(x, out):
-        out[0] = rectified(x[0])
-
-    one, two = numba_target(fresh(relu)), numba_target(fresh(other))
-    fast = numba_target(fresh(other, fastmath=True))
-    assert one.__globals__["rectified"] is two.__globals__["rectified"]
-    assert fast.__globals__["rectified"] is not two.__globals__["rectified"]
-
-
-@needs_numba_cuda
-def test_a_device_function_that_calls_itself_is_refused():
-    @device
-    def even(n):
-        return odd(n - 1) if n else True
-
-    @device
-    def odd(n):
-        return even(n - 1) if n else False
-
-    def asks(out):
-        out[0] = even(3)
-
-    with pytest.raises(ValueError, match="even calls itself; device functions are inlined and cannot recurse"):
-        numba_target(fresh(asks))
-
-
-def test_without_numba_cuda_a_target_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("flashnumba.machine.target.CAN_COMPILE", False)
-    with pytest.raises(RuntimeError, match=r'numba-cuda is not installed.*pip install "flashnumba\[cu13\]"'):
-        numba_target(fresh(relu))
 
 
 @needs_compiler
@@ -374,67 +269,6 @@ def test_more_static_shared_memory_than_48_kb_is_refused_with_the_linkers_words(
         compile_kernel(fresh(greedy), TWO, 80)
 
 
-@needs_compiler
-def test_dynamic_shared_memory_is_one_buffer_seen_as_several_types():
-    def views(x, out):
-        raw = cuda.shared.array(0, uint8)
-        floats = raw[512:].view(float32)
-        i = uint32(cuda.threadIdx.x)
-        raw[i] = uint8(7)
-        floats[i] = x[i]
-        cuda.syncthreads()
-        out[i] = floats[uint32(127) - i] + float32(raw[uint32(127) - i])
-
-    result = compile_kernel(fresh(views), TWO, 80)
-    assert result.shared == 0
-    assert (result.count("st.shared.u8"), result.count("ld.shared.u8")) == (1, 1)
-    assert (result.count("st.shared.f32"), result.count("ld.shared.f32")) == (1, 1)
-    assert not result.uses_f64
-
-
-@needs_compiler
-def test_atomics_on_shared_and_global_memory():
-    def counts(x, out):
-        s = cuda.shared.array(1, int32)
-        if cuda.threadIdx.x == 0:
-            s[0] = int32(0)
-        cuda.syncthreads()
-        cuda.atomic.add(s, 0, int32(1))
-        cuda.atomic.max(x, 1, int32(2))
-        cuda.atomic.add(x, 0, int32(1))
-        cuda.syncthreads()
-        cuda.atomic.add(out, cuda.threadIdx.x, float32(s[0]))
-
-    result = compile_kernel(fresh(counts), signature_of((INTS, FLOATS)), 75)
-    assert result.census["atom.shared.add.u32"] == 1
-    assert result.census["atom.global.add.u32"] == 1
-    assert result.census["atom.global.max.s32"] == 1
-    assert result.census["atom.global.add.f32"] == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("arch", ["75", "80", "90a", "120a"])
-def test_float16_is_read_and_written_through_float32(arch):
-    def halves(x, out):
-        i = uint32(cuda.threadIdx.x)
-        out[i] = float16(math.exp(float32(x[i])))
-
-    result = compile_kernel(fresh(halves, fastmath=True), signature_of((HALVES, HALVES)), arch)
-    assert result.census["cvt.f32.f16"] == 1
-    assert result.census["cvt.rn.f16.f32"] == 1
-    assert result.count("ex2.approx.ftz.f32") == 1
-    assert not result.uses_f64
-
-
-@needs_compiler
-def test_float16_arithmetic_is_linked_from_its_second_unit():
-    def halves(x, out):
-        i = uint32(cuda.threadIdx.x)
-        out[i] = x[i] + x[i + uint32(1)]
-
-    assert compile_kernel(fresh(halves), signature_of((HALVES, HALVES)), 80).count("add.f16") == 1
-
-
 def test_remarks_are_kept_once_without_mangled_names():
     log = "\n".join([
         "ptxas info    : Compiling entry function '_Zk' for 'sm_90a'",
@@ -530,82 +364,3 @@ def test_a_machine_without_numba_cuda_is_told_so(monkeypatch):
         assert why_not().startswith("numba-cuda is not installed")
     finally:
         why_not.cache_clear()
-
-
-# Signatures
-
-
-class TensorMap:
-    device_address = 0x7F00
-
-
-class OnDevice:
-    def __init__(self, typestr, shape, strides=None):
-        self.__cuda_array_interface__ = {
-            "typestr": typestr, "shape": shape, "strides": strides, "data": (0, False), "version": 3,
-        }  # fmt: skip
-
-
-GRID = np.zeros((4, 6), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("arg", "expected"),
-    [
-        (GRID, types.Array(types.float32, 2, "C")),
-        (GRID.T, types.Array(types.float32, 2, "A")),
-        (GRID[:, ::2], types.Array(types.float32, 2, "A")),
-        (GRID[:, 2:4], types.Array(types.float32, 2, "A")),
-        (GRID[:1, :], types.Array(types.float32, 2, "C")),
-        (GRID[:0], types.Array(types.float32, 2, "C")),
-        (np.zeros((), np.int64), types.Array(types.int64, 0, "C")),
-        (np.zeros(3, np.float16), types.Array(types.float16, 1, "C")),
-        (np.zeros(3, bool), types.Array(types.boolean, 1, "C")),
-        (np.zeros(3, ml_dtypes.bfloat16), types.Array(types.uint16, 1, "C")),
-        (np.zeros(6, ml_dtypes.float8_e4m3fn)[::2], types.Array(types.uint8, 1, "A")),
-        (np.zeros(3, ml_dtypes.float8_e5m2), types.Array(types.uint8, 1, "C")),
-        (OnDevice("<f2", (3, 4)), types.Array(types.float16, 2, "C")),
-        (OnDevice("<f4", (3, 4), (16, 4)), types.Array(types.float32, 2, "C")),
-        (OnDevice("<f4", (3, 4), (4, 12)), types.Array(types.float32, 2, "A")),
-        (OnDevice("<f4", (1, 4), (999, 4)), types.Array(types.float32, 2, "C")),
-        (OnDevice("<f4", (0, 4), (999, 7)), types.Array(types.float32, 2, "C")),
-        (np.float64(1), types.float64),
-        (np.float16(1), types.float16),
-        (np.uint8(1), types.uint8),
-        (np.bool_(True), types.boolean),
-        (True, types.boolean),
-        (7, types.int64),
-        (0.5, types.float32),
-        (TensorMap(), types.uint64),
-    ],
-)
-def test_a_signature_from_an_example(arg, expected):
-    assert signature_of((arg,)) == (expected,)
-
-
-def test_a_read_only_array_has_the_type_of_a_writable_one():
-    frozen = GRID.copy()
-    frozen.flags.writeable = False
-    assert signature_of((frozen,)) == signature_of((GRID,))
-
-
-@pytest.mark.parametrize(
-    ("arg", "error", "message"),
-    [
-        (2**63, ValueError, "argument 1: 9223372036854775808 does not fit in int64; pass a numpy.uint64"),
-        ("text", TypeError, "argument 1: a kernel takes arrays, numbers and tensor maps, not str"),
-        (None, TypeError, "argument 1: a kernel takes arrays, numbers and tensor maps, not NoneType"),
-        (
-            ml_dtypes.bfloat16(1),
-            TypeError,
-            "argument 1: a scalar bfloat16 cannot be passed; pass a float32 or its bits",
-        ),
-        (np.zeros(2, np.complex64), TypeError, "kernels have no dtype complex64; they take bool, int8"),
-        (np.zeros(2, np.longdouble), TypeError, "kernels have no dtype"),
-        (np.zeros(2, ">f4"), TypeError, "dtype >f4 is not in this machine's byte order; use <f4"),
-        (np.zeros(9, np.uint8)[1:].view(np.float32), ValueError, "argument 1: its elements are not aligned to 4 bytes"),
-    ],
-)
-def test_what_cannot_be_passed_is_named(arg, error, message):
-    with pytest.raises(error, match=message):
-        signature_of((GRID, arg))

@@ -72,19 +72,21 @@ class Rule:
         fraction_bits: bits kept below the largest exponent when terms are aligned.
         chunk: products added in one step.
         result_bits: fraction bits of a step's result (23: a full float32; 13: FP8 units, whose accumulator is shorter).
-        through: the operands are first converted to this format, which has other subnormals.
+        as_f16: the unit lacks FP8: the assembler converts to float16 and issues two steps of 16. The first takes the
+            two low bytes of every register (k mod 4 in 0, 1), the second the two high ones; they start from zero, and
+            the accumulator is added last, by an ordinary float32 addition.
     """
 
     fraction_bits: int
     chunk: int
     result_bits: int = 23
-    through: str | None = None
+    as_f16: bool = False
 
 
 _TURING = {"f16": Rule(24, 8)}
 _AMPERE = {"f16": Rule(24, 8), "bf16": Rule(24, 8)}
 _ADA = {**_AMPERE, "fp8": Rule(13, 16, 13)}
-_HOPPER = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(25, 16, through="f16")}
+_HOPPER = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(25, 16, as_f16=True)}
 _HOPPER_WGMMA = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(13, 32, 13)}
 _RTX_BLACKWELL = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(25, 32)}
 
@@ -92,13 +94,13 @@ RULES: dict[tuple[str, int], dict[str, Rule]] = {
     ("mma", 75): _TURING,
     ("mma", 80): _AMPERE,
     ("mma", 89): _ADA,
-    # mma.sync on FP8 operands is compiled to conversions and two f16 steps here; only wgmma computes in FP8.
+    # Only wgmma computes in FP8 here.
     ("mma", 90): _HOPPER,
     ("wgmma", 90): _HOPPER_WGMMA,
     ("mma", 120): _RTX_BLACKWELL,
 }
 """(unit, first compute capability that has it) -> operand format -> numbers. Data-centre Blackwell's mma.sync is taken
-to be Hopper's. Source: MMA-Sim; the FP8 row of Hopper's mma.sync from the compiled code."""
+to be Hopper's. Source: MMA-Sim; for FP8 in Hopper's mma.sync, the machine code that ptxas 13.5 makes of it."""
 
 
 def rule_for(unit: str, operand: str, arch: str | None = None) -> Rule:
@@ -133,9 +135,19 @@ def dot(
         ``[..., M, N]`` float32.
     """
     if not settings.exact:
-        return np.matmul(a, b) + c
+        with np.errstate(all="ignore"):
+            return np.matmul(a, b) + c
     rule = rule_for(unit, a_format, arch)
-    lowest = (FORMATS[rule.through or a_format], FORMATS[rule.through or b_format or a_format])
+    lowest = FORMATS[a_format], FORMATS[b_format or a_format]
+    if rule.as_f16:
+        k = np.arange(a.shape[-1])
+        k = np.concatenate([k[k % 4 < 2], k[k % 4 >= 2]])
+        total = fused_dot(
+            a[..., k], b[..., k, :], np.zeros_like(c), fraction_bits=rule.fraction_bits, chunk=rule.chunk
+        )  # float16's smallest exponent is fused_dot's default
+        with np.errstate(all="ignore"):
+            total += c
+        return np.where(np.isnan(total), _NAN.view(np.float32), total)
     return fused_dot(
         a, b, c, fraction_bits=rule.fraction_bits, chunk=rule.chunk, result_bits=rule.result_bits, lowest=lowest
     )

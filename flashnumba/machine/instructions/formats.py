@@ -41,7 +41,8 @@ def decode(registers: np.ndarray, form: str) -> np.ndarray:
     """
     registers = np.ascontiguousarray(registers)
     if form == "f16":
-        return registers.view(np.float16).astype(np.float32)
+        with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs
+            return registers.view(np.float16).astype(np.float32)
     if form == "bf16":
         return (registers.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return _FP8[form].take(registers.view(np.uint8))
@@ -53,7 +54,7 @@ def encode(values: np.ndarray, form: str) -> np.ndarray:
     target = FORMS[form]
     if target.itemsize == 1:
         values = np.clip(values, -_LARGEST[form], _LARGEST[form])
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         codes = values.astype(target).view(np.uint8 if target.itemsize == 1 else np.uint16)
     return np.where(np.isnan(values), codes.dtype.type(0x7F if target.itemsize == 1 else 0x7FFF), codes)
 
