@@ -12,6 +12,7 @@ Source: PTX ISA, "cvt", "ex2", "lg2", "rcp", "sqrt", "rsqrt".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,6 +74,7 @@ APPROXIMATIONS: dict[str, Bound] = {
 """Instructions whose result in hardware is not the correctly rounded one, and the bounds that the PTX ISA gives."""
 
 _SMALLEST = np.float32(2.0**-126)
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
 def _flushed(x: np.ndarray) -> np.ndarray:
@@ -83,6 +85,9 @@ def _flushed(x: np.ndarray) -> np.ndarray:
 def _approximation(name: str, opcode: str, function: Callable[[np.ndarray], np.ndarray], doc: str) -> Instruction:
     def emulate(x: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):
+            if isinstance(x, np.float32):  # one thread: as below, without array operations
+                y = np.float32(function(math.copysign(0.0, x) if abs(x) < _SMALLEST else float(x)))
+                return _NAN if y != y else np.float32(math.copysign(0.0, y)) if abs(y) < _SMALLEST else y
             exact = function(np.float64(_flushed(x)))
             return canonical(_flushed(exact.astype(np.float32)))[()]
 
@@ -111,9 +116,11 @@ def _joined(low: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _pack(name: str, form: str, ptx: str, returns: str, arch: str, doc: str) -> Instruction:
-    bits = 8 if returns == "u16" else 16
+    bits, kind = (8, np.uint16) if returns == "u16" else (16, np.uint32)
 
     def emulate(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        if isinstance(low, np.float32):
+            return kind(int(encode(low, form)) | int(encode(high, form)) << bits)
         return _joined(encode(low, form), encode(high, form), bits)
 
     emulate.__module__ = __name__
@@ -179,12 +186,11 @@ pack_e5m2x4 = _pack4("e5m2")
 
 def _to_f16x2(form: str, part: str) -> Instruction:
     """FP8 to two float16: from a 16-bit register, or from one half of a 32-bit one."""
+    table = encode(decode(np.arange(256, dtype=np.uint8), form), "f16")
 
     def emulate(x: np.ndarray) -> np.ndarray:
-        x = np.asarray(x)
-        pair = x if part == "" else (x >> np.uint32(16 if part == "high" else 0)).astype(np.uint16)
-        values = encode(decode(pair[..., None], form), "f16")
-        return _joined(values[..., 0], values[..., 1], 16)
+        pair = x >> np.uint32(16) if part == "high" else x
+        return _joined(table[pair & 0xFF], table[pair >> 8 & 0xFF], 16)
 
     emulate.__module__ = __name__
     cvt = f"cvt.rn.f16x2.{form}x2 %result"
@@ -209,10 +215,14 @@ e5m2x4_low_to_f16x2 = _to_f16x2("e5m2", "low")
 e5m2x4_high_to_f16x2 = _to_f16x2("e5m2", "high")
 
 
+_ALL16 = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+
+
 def _from_f16x2(form: str) -> Instruction:
+    table = encode(decode(_ALL16, "f16"), form)
+
     def emulate(x: np.ndarray) -> np.ndarray:
-        codes = encode(decode(np.asarray(x)[..., None], "f16"), form)
-        return _joined(codes[..., 0], codes[..., 1], 8)
+        return _joined(table[x & 0xFFFF], table[x >> 16], 8)
 
     emulate.__module__ = __name__
     return instruction(
@@ -230,10 +240,10 @@ f16x2_to_e5m2x2 = _from_f16x2("e5m2")
 
 
 def _half(name: str, form: str, shift: int, ptx: str, doc: str, operand: str = "u32", arch: str = "75") -> Instruction:
+    table = decode(_ALL16, form)
+
     def emulate(x: np.ndarray) -> np.ndarray:
-        code = (np.asarray(x).astype(np.uint32) >> np.uint32(shift)).astype(np.uint16)
-        values = decode(code[..., None], form)[..., 0]
-        return canonical(values)[()] if form == "f16" else values[()]
+        return table[x >> shift & 0xFFFF]
 
     emulate.__module__ = __name__
     return instruction(name, ptx, (Scalar("x", operand),), returns="f32", arch=arch, doc=doc)(emulate)
