@@ -24,7 +24,7 @@ _FLOATS = ("FLOAT16", "BFLOAT16", "FLOAT32", "FLOAT64")
 
 
 class TensorMap:
-    """A strided array of 2 to 5 axes seen by the copy engine, and the box one copy moves.
+    """A strided array of 1 to 5 axes seen by the copy engine, and the box one copy moves.
 
     Args:
         array: any array :func:`~flashnumba.machine.arrays.describe` knows; its last axis must be packed.
@@ -116,8 +116,8 @@ def _check(
         raise TypeError(f"{name} has elements of type {element}; a tensor map takes {', '.join(CODE)}")
     if kernel_dtype(element, name).itemsize != size:
         raise ValueError(f"element {element} does not have the {size} bytes of {name}'s {found.element}")
-    if not 2 <= rank <= 5:
-        raise ValueError(f"{name} has shape {found.shape}; a tensor map takes 2 to 5 axes")
+    if not 1 <= rank <= 5:
+        raise ValueError(f"{name} has shape {found.shape}; a tensor map takes 1 to 5 axes")
     if len(box) != rank or not all(isinstance(b, int | np.integer) and 1 <= b <= 256 for b in box):
         raise ValueError(
             f"box is {box}; it must be {rank} integers from 1 to 256, outermost axis first, for shape {found.shape}"

@@ -52,15 +52,23 @@ from flashnumba.machine.instructions import (
     wgmma_wait,
 )
 from flashnumba.machine.numba import cuda, float32, int32, uint8, uint32, uint64
-from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.tiles.descriptor import make_descriptor
 
-__all__ = ["PROGRAMS", "Program"]
+__all__ = ["PROGRAMS", "Boxed", "Program"]
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """An array that the kernel gets as a tensor map."""
+
+    array: np.ndarray
+    box: tuple[int, ...]
+    swizzle: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """One launch: ``make(map)`` gives the kernel's arguments, the last of which is written; ``map`` makes a tensor map.
+    """One launch: ``make()`` gives the kernel's arguments; the last one is written.
 
     ``kept`` selects what of the output is recorded.
     """
@@ -185,7 +193,7 @@ _add("bulk", _bulk, 32, lambda: [_random_bytes(8192, 3), np.zeros(4096, np.uint8
 
 _LOADS = {1: tma_load_1d, 2: tma_load_2d, 3: tma_load_3d, 4: tma_load_4d}
 _STORES = {1: tma_store_1d, 2: tma_store_2d, 3: tma_store_3d, 4: tma_store_4d}
-_SHAPES = {1: ((100,), (64,)), 2: ((37, 80), (24, 64)), 3: ((3, 21, 72), (2, 16, 64)), 4: ((3, 5, 9, 64), (2, 3, 8, 64))}
+_SHAPES = {1: ((100,), (64,)), 2: ((37, 80), (24, 64)), 3: ((3, 21, 80), (2, 16, 64)), 4: ((3, 5, 9, 64), (2, 3, 8, 64))}
 
 
 @cache
@@ -239,7 +247,7 @@ def _tensor_program(rank: int, swizzle: int, dtype: Any, at: tuple[int, ...], ta
     def make() -> list[Any]:
         data = np.random.default_rng(rank).integers(0, 250, shape).astype(dtype)
         target = np.zeros(shape, dtype)
-        maps = [TensorMap(x, box, swizzle=swizzle) for x in (data, target)]
+        maps = [Boxed(x, box, swizzle) for x in (data, target)]
         return [*maps, *map(np.int32, (*at, 0, 0, 0)[:4]), np.zeros(nbytes, np.uint8)]
 
     _add(f"tma_{rank}d_{tag}", lambda: _tensor_copy(rank, nbytes), 32, make, shared=nbytes + 3072)
@@ -274,9 +282,10 @@ def _wgmma(n: int, dtype: str, a: str, a_major: str, b_major: str, swizzle: int)
     wait = wgmma_wait(0)
     registers, from_registers = n // 2, a == "registers"
     span = swizzle or 16
-    eight = 8 * span if swizzle else 256  # bytes from eight rows to the next eight
-    a_lead = 64 * 128 if a_major == "mn" else 128
-    b_lead = 128 * 128 if b_major == "mn" else 128
+    eight = 8 * span if swizzle else 256  # bytes from eight rows (or eight k) to the next eight
+    along = 16 * span if swizzle else 4096  # from one span of M or N to the next, for 16 k
+    a_lead = along if a_major == "mn" else 128
+    b_lead = along if b_major == "mn" else 128
 
     @kernel(threads=128, arch="90a")
     def product(image, fragments, start, out):

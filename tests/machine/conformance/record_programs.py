@@ -13,17 +13,27 @@ from typing import Any
 import numpy as np
 
 from flashnumba.machine.launcher import launch
-from tests.machine.conformance.programs import PROGRAMS, Program
+from flashnumba.machine.numba import cuda
+from flashnumba.machine.tensor_map import TensorMap
+from tests.machine.conformance.programs import PROGRAMS, Boxed, Program
 
 __all__ = ["run"]
 
 
 def run(program: Program, machine: str, **options: Any) -> list[np.ndarray]:
     """What the program leaves in its output, and in the tensor it copies to."""
-    args = program.make()
-    launch(program.kernel(), 1, program.threads, args, shared=program.shared, machine=machine, **options)
-    maps = [a.array for a in args if hasattr(a, "swizzle")]
-    return [program.kept(args[-1]), *maps[1:]]
+    given = program.make()
+    arrays = [a.array if isinstance(a, Boxed) else a for a in given]
+    placed = [to_device(a) if machine == "cuda" and isinstance(a, np.ndarray) else a for a in arrays]
+    args = [TensorMap(p, a.box, swizzle=a.swizzle) if isinstance(a, Boxed) else p for a, p in zip(given, placed, strict=True)]
+    launch(program.kernel(), 1, program.threads, tuple(args), shared=program.shared, machine=machine, **options)
+    back = [p.copy_to_host() if hasattr(p, "copy_to_host") else p for p in placed]
+    return [program.kept(back[-1]), *(b for a, b in zip(given[1:], back[1:], strict=True) if isinstance(a, Boxed))]
+
+
+def to_device(array: np.ndarray) -> Any:
+    """A copy in device memory."""
+    return cuda.to_device(array)
 
 
 def main() -> int:
