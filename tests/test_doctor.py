@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import typer
@@ -188,3 +190,9 @@ def test_version_numbers():
     assert room.numbers("2.13.0+cpu") == (2, 13, 0)
     assert room.numbers("2.5.0rc1") == (2, 5, 0)
     assert room.numbers("dev") == ()
+
+
+def test_the_versions_the_doctor_wants_are_those_the_package_asks_for():
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'"numba=={room.NUMBA}"' in text
+    assert set(re.findall(r"numba-cuda(?:\[\w+\])?==([\d.]+)", text)) == {room.NUMBA_CUDA}
