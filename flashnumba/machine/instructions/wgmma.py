@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from flashnumba.machine.emulator import matrix_engine
-from flashnumba.machine.instruction import Fragment, Instruction, Scalar, instruction
+from flashnumba.machine.instruction import REGISTRY, Fragment, Instruction, Scalar, instruction
 
 __all__ = ["wgmma", "wgmma_commit", "wgmma_fence", "wgmma_wait"]
 
@@ -34,7 +34,6 @@ _TYPES: dict[str, Any] = {
 }
 
 
-@cache
 def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_major: str = "k") -> Instruction:
     """The instruction for one shape and type: ``instr(acc, acc_at, a, b, accumulate)``.
 
@@ -74,6 +73,8 @@ def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_m
     first = Fragment("a", "u32", 4, "in") if in_registers else Scalar("a", "u64")
     suffix = ("rs" if in_registers else "ss") + (f"_{a_major}_{b_major}" if "mn" in (a_major, b_major) else "")
     name = f"wgmma_m64n{n}k{k}_{dtype}_{suffix}"
+    if name in REGISTRY:
+        return REGISTRY[name]
     shape = matrix_engine.Shape(n, dtype, _TYPES[dtype], in_registers, a_major == "mn", b_major == "mn")
     declare = instruction(
         name,

@@ -289,11 +289,11 @@ def _wgmma(n: int, dtype: str, a: str, a_major: str, b_major: str, swizzle: int)
 
     @kernel(threads=128, arch="90a")
     def product(image, fragments, start, out):
-        smem = cuda.shared.array(0, uint8)
+        smem = cuda.shared.array(0, uint32)
         base = (shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00)
-        lead = int32(base - shared_address(smem))
+        lead = int32(base - shared_address(smem)) >> 2
         t = cuda.threadIdx.x
-        for i in range(t, IMAGE, 128):
+        for i in range(t, IMAGE // 4, 128):
             smem[lead + i] = image[i]
         fence_proxy_async()
         acc = cuda.local.array(registers, float32)
@@ -333,7 +333,7 @@ def _wgmma_program(n: int, dtype: str, a: str, a_major: str, b_major: str, swizz
         per = 4 // np.dtype(kind).itemsize
         fragments = rng.standard_normal((128, 4 * per)).astype(kind).view(np.uint32)
         start = (rng.standard_normal((128, n // 2)) * 8).astype(np.float32)
-        return [_image(dtype), fragments, start, np.zeros((128, n // 2), np.float32)]
+        return [_image(dtype).view(np.uint32), fragments, start, np.zeros((128, n // 2), np.float32)]
 
     major = "" if (a_major, b_major) == ("k", "k") else f"_{a_major}_{b_major}"
     _add(
