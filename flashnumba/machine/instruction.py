@@ -24,7 +24,7 @@ import numpy as np
 
 from flashnumba.machine.numba import intrinsic, ir, types
 
-__all__ = ["REGISTRY", "Fragment", "Instruction", "Scalar", "instruction", "runs_on"]
+__all__ = ["REGISTRY", "Fragment", "Instruction", "Scalar", "instruction", "register_dtype", "runs_on"]
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,11 @@ def _check_operands(name: str, operands: tuple[Operand, ...], returns: str | Non
         raise ValueError(f"{name}: it returns the type of its first b32 operand, but has none")
     if returns is not None and returns not in {*_TYPES, "b32"}:
         raise ValueError(f"{name}: it returns {returns!r}; it must be one of {sorted({*_TYPES, 'b32'})}")
+
+
+def register_dtype(name: str) -> np.dtype | None:
+    """NumPy dtype of a register type; None where the caller's own type is kept (``b32``) or an array is passed."""
+    return _TYPES[name].numpy if name in _TYPES else None
 
 
 def runs_on(arch: str, needed: str) -> bool:

@@ -1,0 +1,203 @@
+"""The copy engines: cp.async by a thread, bulk and tensor-map copies by the block's engine; all as late as allowed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashnumba.machine.emulator import faults
+from flashnumba.machine.emulator.barriers import mbarrier
+
+if TYPE_CHECKING:
+    from flashnumba.machine.emulator.thread import Thread
+
+__all__ = [
+    "bulk_commit", "bulk_load", "bulk_store", "bulk_wait", "commit", "copy_async", "swizzled", "tensor_load",
+    "tensor_store", "wait_groups",
+]  # fmt: skip
+
+
+# -- cp.async ---------------------------------------------------------------------------------------------------------
+class _Copy:
+    __slots__ = ("dst", "epoch", "line", "nbytes", "src", "valid")
+
+    def __init__(self, dst: int, src: int, nbytes: int, valid: int, epoch: int):
+        self.dst, self.src, self.nbytes, self.valid, self.epoch = dst, src, nbytes, valid, epoch
+
+
+def copy_async(thread: Thread, dst: int, src: int, nbytes: int, valid: int) -> None:
+    """Start ``cp.async``: ``valid`` bytes from global ``src``, zeros up to ``nbytes``; they arrive at the wait."""
+    shared, memory = thread.block.shared, thread.launch.memory
+    if not 0 <= valid <= nbytes:
+        raise thread.fault(faults.OutOfBounds, f"cp.async of {nbytes} bytes with a source size of {valid}")
+    if src & (nbytes - 1):
+        raise thread.fault(faults.Misaligned, f"cp.async of {nbytes} bytes from global address {src:#x}, which is not a multiple of it")
+    if valid:
+        memory.find(src, valid, thread, False)
+    if thread.op is not None:
+        thread.flush()
+    epoch = thread.block.new_flight()
+    if shared.checks:
+        shared.check_write(dst, dst + nbytes, thread, epoch, align=nbytes)
+    thread.copies.append(_Copy(dst, src, nbytes, valid, epoch))
+
+
+def commit(thread: Thread) -> None:
+    thread.copy_groups.append(thread.copies)
+    thread.copies = []
+
+
+def wait_groups(thread: Thread, pending: int) -> None:
+    """At most ``pending`` of the newest groups stay in flight; the others arrive now."""
+    shared, memory = thread.block.shared, thread.launch.memory
+    while len(thread.copy_groups) > pending:
+        for c in thread.copy_groups.popleft():
+            if c.valid:
+                shared.data[c.dst : c.dst + c.valid] = memory.peek(c.src, c.valid, thread)
+                memory.loaded += c.valid
+            shared.data[c.dst + c.valid : c.dst + c.nbytes] = 0
+            if shared.checks:
+                shared.restamp_writer(c.dst, c.dst + c.nbytes, c.epoch, thread.epoch)
+
+
+# -- bulk copies ------------------------------------------------------------------------------------------------------
+def _check_bulk(thread: Thread, what: str, shared_address: int, nbytes: int, align: int) -> None:
+    if shared_address % align:
+        raise thread.fault(faults.Misaligned, f"{what} at shared address {shared_address}, which is not a multiple of {align}")
+    if nbytes % 16 or nbytes <= 0:
+        raise thread.fault(faults.Misaligned, f"{what} of {nbytes} bytes; the size must be a positive multiple of 16")
+
+
+def bulk_load(thread: Thread, dst: int, src: int, nbytes: int, bar: int) -> None:
+    """``cp.async.bulk``, global to shared, reporting to an mbarrier."""
+    barrier = mbarrier(thread, bar, by_copy=True)
+    _check_bulk(thread, "a bulk copy", dst, nbytes, 16)
+    if src % 16:
+        raise thread.fault(faults.Misaligned, f"a bulk copy from global address {src:#x}, which is not a multiple of 16")
+    shared, memory = thread.block.shared, thread.launch.memory
+    data = memory.peek(src, nbytes, thread)
+    if shared.checks:
+        shared.check_write(dst, dst + nbytes, thread, barrier.epoch)
+
+    def copy() -> None:
+        shared.data[dst : dst + nbytes] = data
+        memory.loaded += nbytes
+
+    _issue(thread, barrier, nbytes, copy)
+
+
+def _issue(thread: Thread, barrier: Any, nbytes: int, copy: Any) -> None:
+    barrier.publish(thread)  # the copy starts from what its issuer knew
+    barrier.copies.append((nbytes, copy))
+    barrier.advance()
+
+
+def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
+    """Where the 16-byte chunk meant for each shared address lies: address bits 4.. are exchanged with bits 7.. by xor."""
+    mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
+    return addresses ^ (((addresses >> 7) & mask) << 4)
+
+
+def _window(tensor: Any, coordinates: tuple[int, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The part of a box that lies inside its tensor: slices of the tensor and of the box (outermost first)."""
+    inside, within = [], []
+    for start, extent, size in zip(reversed(coordinates), tensor.box, tensor.array.shape, strict=True):
+        lo, hi = max(start, 0), min(start + extent, size)
+        hi = max(hi, lo)
+        inside.append(slice(lo, hi))
+        within.append(slice(lo - start, hi - start))
+    return tuple(inside), tuple(within)
+
+
+def _tensor_box(thread: Thread, tensor: Any, coordinates: tuple[int, ...], address: int) -> tuple[int, np.ndarray]:
+    """Bytes of a box and the shared addresses of its 16-byte chunks in order."""
+    if not hasattr(tensor, "swizzle"):
+        raise thread.fault(faults.OutOfBounds, f"a tensor copy is given {type(tensor).__name__} where it needs a tensor map")
+    if len(coordinates) != tensor.array.ndim:
+        raise thread.fault(
+            faults.OutOfBounds, f"a tensor copy with {len(coordinates)} coordinates on a tensor map of rank {tensor.array.ndim}"
+        )
+    nbytes = int(np.prod(tensor.box)) * tensor.array.dtype.itemsize
+    _check_bulk(thread, "a tensor copy", address, nbytes, 128)
+    return nbytes, swizzled(address + 16 * np.arange(nbytes // 16), tensor.swizzle)
+
+
+def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: int) -> None:
+    """``cp.async.bulk.tensor``, global to shared; what lies outside the tensor arrives as zeros."""
+    barrier = mbarrier(thread, bar, by_copy=True)
+    nbytes, chunks = _tensor_box(thread, tensor, coordinates, dst)
+    shared, memory = thread.block.shared, thread.launch.memory
+    span = _span(tensor.swizzle, dst, nbytes)
+    if shared.checks:
+        shared.check_write(*span, thread, barrier.epoch)
+    inside, within = _window(tensor, coordinates)
+
+    def copy() -> None:
+        tile = np.zeros(tensor.box, tensor.array.dtype)
+        tile[within] = tensor.array[inside]
+        memory.loaded += tile[within].nbytes
+        shared.scatter(chunks, tile.reshape(-1).view(np.uint8).reshape(-1, 16))
+
+    _issue(thread, barrier, nbytes, copy)
+
+
+def _span(swizzle: int, address: int, nbytes: int) -> tuple[int, int]:
+    """The shared bytes a box covers: a swizzle moves chunks only inside its atom."""
+    atom = {0: 16, 32: 256, 64: 512, 128: 1024}[swizzle]
+    if address % atom == 0 and nbytes % atom == 0:
+        return address, address + nbytes
+    return address // atom * atom, -(-(address + nbytes) // atom) * atom
+
+
+def bulk_store(thread: Thread, dst: int, src: int, nbytes: int) -> None:
+    """``cp.async.bulk``, shared to global."""
+    _check_bulk(thread, "a bulk copy", src, nbytes, 16)
+    if dst % 16:
+        raise thread.fault(faults.Misaligned, f"a bulk copy to global address {dst:#x}, which is not a multiple of 16")
+    memory, shared = thread.launch.memory, thread.block.shared
+    region = memory.find(dst, nbytes, thread, True)
+
+    def copy() -> None:
+        region.data[dst - region.lo : dst - region.lo + nbytes] = shared.data[src : src + nbytes]
+        memory.stored += nbytes
+
+    _start_store(thread, src, src + nbytes, copy)
+
+
+def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> None:
+    """``cp.async.bulk.tensor``, shared to global; what lies outside the tensor is dropped."""
+    nbytes, chunks = _tensor_box(thread, tensor, coordinates, src)
+    if not tensor.array.flags.writeable:
+        raise thread.fault(faults.ReadOnly, "a tensor copy into an array that is read-only")
+    memory, shared = thread.launch.memory, thread.block.shared
+    inside, within = _window(tensor, coordinates)
+
+    def copy() -> None:
+        tile = shared.gather(chunks, 16).reshape(-1).view(tensor.array.dtype).reshape(tensor.box)
+        tensor.array[inside] = tile[within]
+        memory.stored += tile[within].nbytes
+
+    _start_store(thread, *_span(tensor.swizzle, src, nbytes), copy)
+
+
+def _start_store(thread: Thread, lo: int, hi: int, copy: Any) -> None:
+    epoch = thread.block.new_flight()
+    if thread.block.shared.checks:
+        thread.block.shared.check_read(lo, hi, thread, epoch, proxy=True)
+    thread.bulk_copies.append((lo, hi, epoch, copy))
+
+
+def bulk_commit(thread: Thread) -> None:
+    thread.bulk_groups.append(thread.bulk_copies)
+    thread.bulk_copies = []
+
+
+def bulk_wait(thread: Thread, pending: int) -> None:
+    """At most ``pending`` of the newest groups of copies out of shared memory stay in flight."""
+    shared = thread.block.shared
+    while len(thread.bulk_groups) > pending:
+        for lo, hi, epoch, copy in thread.bulk_groups.popleft():
+            copy()
+            if shared.checks:
+                shared.restamp_reader(lo, hi, epoch, thread.epoch, thread)

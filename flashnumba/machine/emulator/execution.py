@@ -1,0 +1,251 @@
+"""From an instruction's declaration to what a thread does when it meets it.
+
+Three kinds of emulation, by the declared effect:
+
+``none``     ``emulate(*inputs) -> outputs``, on arrays; for a warp or warpgroup with one row a lane.
+``memory``   the same with a :class:`Memory` first, which checks and makes the accesses of the acting lanes.
+``control``  ``emulate(thread, *args)``: per thread, with the arguments as the kernel gave them; it may wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from greenlet import getcurrent
+
+from flashnumba.machine.emulator import faults
+from flashnumba.machine.emulator.arrays import LocalArray, wrapped
+from flashnumba.machine.emulator.gang import Gang, Op
+from flashnumba.machine.instruction import Fragment, Instruction, register_dtype, runs_on
+
+if TYPE_CHECKING:
+    from flashnumba.machine.emulator.thread import Thread
+
+__all__ = ["Memory", "bind"]
+
+GROUP_SIZE = {"warp": 32, "warpgroup": 128}
+
+
+class Memory:
+    """Shared and global memory as some lanes see it, for instructions whose effect is ``memory``.
+
+    Addresses are integers or arrays with one element a lane; data has one more axis, of bytes.
+    """
+
+    def __init__(self, threads: list[Thread]):
+        self.threads = threads
+        self.block = threads[0].block
+
+    def _lanes(self, addresses: Any) -> list[tuple[Thread, int]]:
+        flat = np.atleast_1d(np.asarray(addresses)).ravel()
+        return list(zip(self.threads, flat.tolist(), strict=False))
+
+    def read_shared(self, addresses: Any, nbytes: int) -> np.ndarray:
+        shared = self.block.shared
+        for thread, at in self._lanes(addresses):
+            shared.check_read(at, at + nbytes, thread, align=nbytes) if shared.checks else None
+        return shared.gather(np.asarray(addresses, np.int64), nbytes)
+
+    def write_shared(self, addresses: Any, data: np.ndarray) -> None:
+        shared, nbytes = self.block.shared, data.shape[-1]
+        for thread, at in self._lanes(addresses):
+            shared.check_write(at, at + nbytes, thread, align=nbytes) if shared.checks else None
+        shared.scatter(np.asarray(addresses, np.int64), data)
+
+    def read_global(self, addresses: Any, nbytes: int) -> np.ndarray:
+        memory = self.block.launch.memory
+        rows = [memory.load(at, nbytes, thread) for thread, at in self._lanes(addresses)]
+        return np.array(rows, np.uint8).reshape(*np.shape(addresses), nbytes)
+
+    def write_global(self, addresses: Any, data: np.ndarray) -> None:
+        memory = self.block.launch.memory
+        rows = np.asarray(data).reshape(-1, data.shape[-1])
+        for (thread, at), row in zip(self._lanes(addresses), rows, strict=True):
+            memory.store(at, row, thread)
+
+
+def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
+    """The function that stands for an instruction in an emulated kernel."""
+    if not runs_on(arch, declared.arch):
+        return _lacking(declared, arch)
+    if declared.effect == "control":
+        emulate = declared.emulate
+        return lambda *args: emulate(getcurrent(), *args)
+    if declared.group == "thread":
+        return _for_thread(declared)
+    return _for_group(declared)
+
+
+def _lacking(declared: Instruction, arch: str) -> Callable[..., Any]:
+    def missing(*args: Any) -> Any:
+        thread: Any = getcurrent()
+        raise thread.fault(
+            faults.UnsupportedInstruction, f"{declared.name} needs sm_{declared.arch}; this launch emulates sm_{arch}"
+        )
+
+    return missing
+
+
+def _layout(declared: Instruction) -> list[tuple[int, Any, Fragment | None]]:
+    """(position among the call's arguments, NumPy dtype, the fragment if it is one) of each operand."""
+    found, at = [], 0
+    for operand in declared.operands:
+        fragment = operand if isinstance(operand, Fragment) else None
+        found.append((at, register_dtype(operand.type), fragment))
+        at += 2 if fragment else 1
+    return found
+
+
+def _scalar(value: Any, dtype: Any) -> Any:
+    if dtype is None:
+        return value
+    try:
+        return dtype.type(value)
+    except OverflowError:
+        return wrapped(value, dtype)
+
+
+def _plain(value: Any) -> Any:
+    """A value as kernels hold it: integers as Python's, floats as NumPy's."""
+    return value.item() if getattr(value, "dtype", None) is not None and value.dtype.kind in "iub" else value
+
+
+def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> np.ndarray:
+    if at < 0 or at + count > array.size:
+        raise thread.fault(
+            faults.OutOfBounds, f"registers {at}..{at + count - 1} of a local array of {array.size} elements"
+        )
+    if role != "out" and not array.init[at : at + count].all():
+        raise thread.fault(
+            faults.UninitialisedRead, f"registers {at}..{at + count - 1} of a local array are used before they are all written"
+        )
+    return array.data[at : at + count]
+
+
+def _for_thread(declared: Instruction) -> Callable[..., Any]:
+    layout, emulate = _layout(declared), declared.emulate
+    memory = declared.effect == "memory"
+    if not any(f for _, _, f in layout):
+        if not memory and len(layout) == 1 and layout[0][1] is not None:
+            kind = layout[0][1].type
+
+            def single(x: Any) -> Any:
+                return _plain(emulate(kind(x)))
+
+            return single
+
+        def scalars(*args: Any) -> Any:
+            values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
+            if memory:
+                values.insert(0, Memory([getcurrent()]))
+            return _plain(emulate(*values))
+
+        return scalars
+
+    def call(*args: Any) -> Any:
+        thread: Any = getcurrent()
+        inputs: list[Any] = [Memory([thread])] if memory else []
+        outputs = []
+        for at, dtype, fragment in layout:
+            if fragment is None:
+                inputs.append(_scalar(args[at], dtype))
+                continue
+            array, first = args[at], int(args[at + 1])
+            array.settle()
+            row = _rows(array, first, fragment.count, thread, fragment.role)
+            if fragment.role != "out":
+                inputs.append(row)
+            if fragment.role != "in":
+                outputs.append((array, first, fragment.count))
+        given = emulate(*inputs)
+        results = given if isinstance(given, tuple) else (given,)
+        value = None
+        if declared.returns:
+            value, results = _plain(results[0]), results[1:]
+        for (array, first, count), result in zip(outputs, results, strict=False):
+            array.data[first : first + count] = result
+            array.init[first : first + count] = True
+            array.stamp = thread.register_fences
+        return value
+
+    return call
+
+
+def _for_group(declared: Instruction) -> Callable[..., Any]:
+    layout = _layout(declared)
+    size = GROUP_SIZE[declared.group]
+    fragments = [at for at, _, f in layout if f]
+    returns = declared.returns is not None
+
+    def execute(op: Op, gang: Gang) -> None:
+        threads = gang.block.threads[gang.first : gang.first + gang.size]
+        inputs: list[Any] = [Memory(threads)] if declared.effect == "memory" else []
+        outputs = []
+        for at, dtype, fragment in layout:
+            if fragment is None:
+                inputs.append(np.array([_scalar(a[at], dtype) for a in op.args], dtype))
+                continue
+            if fragment.role != "out":
+                inputs.append(gathered(op, gang, at, fragment, threads))
+            if fragment.role != "in":
+                outputs.append((at, fragment))
+        given = declared.emulate(*inputs)
+        results = given if isinstance(given, tuple) else (given,)
+        if returns:
+            op.result, results = results[0], results[1:]
+        for (at, fragment), result in zip(outputs, results, strict=False):
+            scattered(op, gang, at, fragment, result, threads)
+
+    def call(*args: Any) -> Any:
+        thread: Any = getcurrent()
+        gang = join(thread, size)
+        key = tuple([(args[at].store, int(args[at + 1])) for at in fragments])
+        op = gang.post(thread, declared, args, key, execute)
+        for at in fragments:
+            array = args[at]
+            if array.flight is not None:
+                array.settle()
+            array.op = op
+        if returns:
+            thread.flush()
+            return _plain(op.result[thread.tid - gang.first])
+        return None
+
+    return call
+
+
+def join(thread: Thread, size: int) -> Gang:
+    """The thread's warp or warpgroup; instructions posted to the other one are seen through first."""
+    op = thread.op
+    if op is not None and len(op.args) != size:
+        thread.flush()
+    return thread.block.gang(thread, size)
+
+
+def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thread]) -> np.ndarray:
+    """A fragment of all lanes, [lanes, count]."""
+    array, first = op.args[0][at], int(op.args[0][at + 1])
+    count = fragment.count
+    if op.uniform and array.row + gang.size <= len(array.store.data):
+        _rows(array, first, count, threads[0], "out")
+        rows = slice(array.row, array.row + gang.size)
+        if array.store.init[rows, first : first + count].all():
+            return array.store.data[rows, first : first + count]
+    return np.stack([_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)])
+
+
+def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarray, threads: list[Thread]) -> None:
+    """Write a fragment of all lanes."""
+    array, first = op.args[0][at], int(op.args[0][at + 1])
+    count = fragment.count
+    if op.uniform and array.row + gang.size <= len(array.store.data):
+        _rows(array, first, count, threads[0], "out")
+        rows = slice(array.row, array.row + gang.size)
+        array.store.data[rows, first : first + count] = result
+        array.store.init[rows, first : first + count] = True
+        return
+    for a, thread, row in zip(op.args, threads, result, strict=True):
+        _rows(a[at], int(a[at + 1]), count, thread, "out")[:] = row
+        a[at].init[int(a[at + 1]) : int(a[at + 1]) + count] = True

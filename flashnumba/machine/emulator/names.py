@@ -1,0 +1,316 @@
+"""What the names in a kernel's source mean on the emulator: ``cuda``, ``math``, casts, ``max`` and ``min``."""
+
+from __future__ import annotations
+
+import math as host_math
+import sys
+from typing import Any
+
+import numpy as np
+from greenlet import getcurrent
+
+from flashnumba.machine.emulator import faults
+from flashnumba.machine.emulator.arrays import LocalArray, LocalStore, SharedArray, wrapped
+from flashnumba.machine.emulator.gang import meet
+from flashnumba.machine.emulator.thread import Dim3, Thread
+from flashnumba.machine.numba import types
+
+__all__ = ["BUILTINS", "CASTS", "CUDA", "MATH", "shuffle", "vote"]
+
+
+# -- casts ------------------------------------------------------------------------------------------------------------
+def _integer_cast(numba_type: Any, dtype: Any) -> type:
+    """A type that cuts integers to a width as a register does; kernels hold integers as Python's, which are 64 bits wide
+    in Numba's arithmetic too."""
+    bits, signed = np.dtype(dtype).itemsize * 8, np.dtype(dtype).kind == "i"
+    mask, half = (1 << bits) - 1, 1 << (bits - 1)
+
+    def new(cls: type, value: Any = 0) -> int:
+        value = int(value) & mask
+        return value - mask - 1 if signed and value & half else value
+
+    return type(str(numba_type), (), {"__new__": new, "dtype": np.dtype(dtype)})
+
+
+CASTS: dict[Any, Any] = {
+    **{getattr(types, f"float{n}"): np.dtype(f"float{n}").type for n in (16, 32, 64)},
+    **{
+        getattr(types, f"{s}int{n}"): _integer_cast(getattr(types, f"{s}int{n}"), f"{s}int{n}")
+        for s in ("", "u")
+        for n in (8, 16, 32, 64)
+    },
+    types.boolean: bool,
+}
+
+
+def _dtype(given: Any) -> np.dtype:
+    if given is bool:
+        return np.dtype(bool)
+    own = given.__dict__.get("dtype") if isinstance(given, type) else None
+    return own if isinstance(own, np.dtype) else np.dtype(given)
+
+
+# -- builtins and math ------------------------------------------------------------------------------------------------
+def _max(a: Any, b: Any, *more: Any) -> Any:
+    """The GPU's maximum: a NaN loses to a number."""
+    best = a if a > b or b != b else b
+    return _max(best, *more) if more else best
+
+
+def _min(a: Any, b: Any, *more: Any) -> Any:
+    best = a if a < b or b != b else b
+    return _min(best, *more) if more else best
+
+
+BUILTINS = {"max": _max, "min": _min}
+
+
+class _Math:
+    """``math`` with a GPU's manners: float32 stays float32, and inf or NaN come out where Python would raise."""
+
+    pi, e, inf, nan = host_math.pi, host_math.e, host_math.inf, host_math.nan
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"math.{name} is not emulated")
+
+
+def _ufunc(name: str, ufunc: Any) -> Any:
+    def call(*args: Any) -> Any:
+        return ufunc(*(np.float64(a) if isinstance(a, (int, float)) and not isinstance(a, np.floating) else a for a in args))
+
+    call.__name__ = name
+    return staticmethod(call)
+
+
+for _name, _numpy in dict(
+    exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log2=np.log2, log10=np.log10, log1p=np.log1p, sqrt=np.sqrt,
+    sin=np.sin, cos=np.cos, tan=np.tan, tanh=np.tanh, sinh=np.sinh, cosh=np.cosh, fabs=np.fabs, pow=np.power,
+    atan=np.arctan, atan2=np.arctan2, hypot=np.hypot, copysign=np.copysign, fmod=np.fmod,
+).items():  # fmt: skip
+    setattr(_Math, _name, _ufunc(_name, _numpy))
+for _name in ("isnan", "isinf", "isfinite"):
+    setattr(_Math, _name, staticmethod(lambda x, test=getattr(np, _name): bool(test(x))))
+for _name in ("floor", "ceil"):
+    setattr(_Math, _name, staticmethod(lambda x, f=getattr(np, _name): int(f(x))))
+_Math.erf = staticmethod(lambda x: type(x)(host_math.erf(x)))  # type: ignore[attr-defined]
+MATH = _Math()
+
+
+# -- warp-wide exchanges ----------------------------------------------------------------------------------------------
+def shuffle(thread: Thread, mask: int, value: Any, how: str, operand: int) -> Any:
+    """``shfl.sync``: ``how`` is idx, up, down or xor. A lane whose source is out of range keeps its own value."""
+
+    def compute(values: dict[int, Any]) -> dict[int, Any]:
+        out = {}
+        for lane, (own, by) in values.items():
+            source = {"idx": by & 31, "up": lane - by, "down": lane + by, "xor": lane ^ by}[how]
+            if not 0 <= source < 32:
+                out[lane] = own
+            elif source not in values:
+                raise thread.fault(
+                    faults.DivergentCollective, f"lane {lane} shuffles from lane {source}, which the mask does not name"
+                )
+            else:
+                out[lane] = values[source][0]
+        return out
+
+    return meet(thread, f"shfl_{how}_sync", mask, (value, int(operand)), compute)
+
+
+def vote(thread: Thread, mask: int, predicate: Any, how: str) -> Any:
+    """``vote.sync``: all, any, or ballot."""
+
+    def compute(values: dict[int, Any]) -> dict[int, Any]:
+        if how == "ballot":
+            result: Any = sum(1 << lane for lane, p in values.items() if p)
+        else:
+            result = (all if how == "all" else any)(values.values())
+        return dict.fromkeys(values, result)
+
+    return meet(thread, f"{how}_sync", mask, bool(predicate), compute)
+
+
+def syncwarp(thread: Thread, mask: int = 0xFFFFFFFF) -> None:
+    """Order the memory accesses of the lanes of ``mask``."""
+    first = thread.warp * 32
+
+    def compute(values: dict[int, Any]) -> None:
+        thread.block.order([thread.block.threads[first + lane] for lane in values])
+
+    meet(thread, "syncwarp", mask, None, compute)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+class _Shared:
+    """``cuda.shared``"""
+
+    @staticmethod
+    def array(shape: Any, dtype: Any, alignment: int | None = None) -> SharedArray:
+        thread: Any = getcurrent()
+        frame = sys._getframe(1)
+        key = (frame.f_code, frame.f_lasti)
+        block = thread.block
+        array = block.static.get(key)
+        if array is None:
+            array = block.static[key] = _allocate(thread, shape, _dtype(dtype), alignment)
+        return array
+
+
+def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None) -> SharedArray:
+    block, shape = thread.block, tuple(shape) if isinstance(shape, (tuple, list)) else (int(shape),)
+    data = block.shared.data
+    if shape == (0,):
+        at, count = block.dynamic_address, block.dynamic_bytes // dtype.itemsize
+        return SharedArray(block.shared, data[at : at + count * dtype.itemsize].view(dtype), at, "dynamic shared memory")
+    align = alignment or dtype.itemsize
+    at = (block.static_end + align - 1) // align * align
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    block.static_end = at + nbytes
+    if block.static_end > block.shared.size or block.static_end - block.dynamic_bytes > 48 * 1024 + 16:
+        raise thread.fault(
+            faults.LaunchLimit,
+            f"{block.static_end - block.dynamic_bytes} bytes of static shared memory (at most {48 * 1024}) and "
+            f"{block.dynamic_bytes} of dynamic; a block has at most {block.shared.size}",
+        )
+    return SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at)
+
+
+class _Local:
+    """``cuda.local``"""
+
+    @staticmethod
+    def array(shape: Any, dtype: Any, alignment: int | None = None) -> LocalArray:
+        thread: Any = getcurrent()
+        frame = sys._getframe(1)
+        key = (frame.f_code, frame.f_lasti)
+        array = thread.locals.get(key)
+        if array is not None:
+            array.settle()
+            array.init[...] = False
+            return array
+        size = tuple(shape) if isinstance(shape, (tuple, list)) else (int(shape),)
+        first = thread.tid // 128 * 128
+        stores, place = thread.block.stores, (key, first, size, _dtype(dtype))
+        store = stores.get(place)
+        if store is None:
+            store = stores[place] = LocalStore(min(128, thread.block.size - first), size, _dtype(dtype))
+        array = thread.locals[key] = LocalArray(thread, store, thread.tid - first)
+        return array
+
+
+class _Atomic:
+    """``cuda.atomic``: on shared and global arrays; each returns the old value."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"cuda.atomic.{name} is not emulated")
+
+
+def _atomic(name: str, new: Any) -> Any:
+    def call(array: Any, index: Any, *args: Any) -> Any:
+        thread: Any = getcurrent()
+        at = array.offset(index) + array.address
+        if isinstance(array, SharedArray):
+            if array.memory.checks:
+                array.memory.check_atomic(at, at + array.itemsize, thread)
+        else:
+            if not array.data.flags.writeable:
+                raise thread.fault(faults.ReadOnly, f"an atomic on {array.name}, which is read-only")
+            array.memory.loaded += array.itemsize
+            array.memory.stored += array.itemsize
+        old = array.data.item(index) if array.integer else array.data[index]
+        value = new(old, *args)
+        array.data[index] = wrapped(value, array.data.dtype) if array.integer else value
+        return old
+
+    call.__name__ = name
+    return staticmethod(call)
+
+
+for _name, _new in dict(
+    add=lambda old, v: old + v, sub=lambda old, v: old - v, max=_max, min=_min, nanmax=_max, nanmin=_min,
+    and_=lambda old, v: old & v, or_=lambda old, v: old | v, xor=lambda old, v: old ^ v, exch=lambda old, v: v,
+    inc=lambda old, v: 0 if old >= v else old + 1, dec=lambda old, v: v if old == 0 or old > v else old - 1,
+    cas=lambda old, expected, v: v if old == expected else old,
+).items():  # fmt: skip
+    setattr(_Atomic, _name, _atomic(_name, _new))
+
+
+class _Cuda:
+    """``numba.cuda`` inside an emulated kernel."""
+
+    shared, local, atomic = _Shared, _Local, _Atomic()
+    warpsize = 32
+
+    @property
+    def threadIdx(self) -> Dim3:
+        return getcurrent().thread_idx  # type: ignore[attr-defined]
+
+    @property
+    def blockIdx(self) -> Dim3:
+        return getcurrent().block.block_idx  # type: ignore[attr-defined]
+
+    @property
+    def blockDim(self) -> Dim3:
+        return getcurrent().launch.block_dim  # type: ignore[attr-defined]
+
+    @property
+    def gridDim(self) -> Dim3:
+        return getcurrent().launch.grid_dim  # type: ignore[attr-defined]
+
+    @property
+    def laneid(self) -> int:
+        return getcurrent().lane  # type: ignore[attr-defined]
+
+    @staticmethod
+    def syncthreads() -> None:
+        thread: Any = getcurrent()
+        frame = sys._getframe(1)
+        thread.block.syncthreads(thread, (frame.f_code, frame.f_lasti))
+
+    @staticmethod
+    def syncwarp(mask: int = 0xFFFFFFFF) -> None:
+        syncwarp(getcurrent(), mask)  # type: ignore[arg-type]
+
+    @staticmethod
+    def grid(ndim: int) -> Any:
+        thread: Any = getcurrent()
+        at = [
+            b * d + t
+            for b, d, t in zip(thread.block.block_idx, thread.launch.block_dim, thread.thread_idx, strict=True)
+        ]
+        return at[0] if ndim == 1 else tuple(at[:ndim])
+
+    @staticmethod
+    def gridsize(ndim: int) -> Any:
+        thread: Any = getcurrent()
+        size = [g * d for g, d in zip(thread.launch.grid_dim, thread.launch.block_dim, strict=True)]
+        return size[0] if ndim == 1 else tuple(size[:ndim])
+
+    @staticmethod
+    def threadfence() -> None:
+        """Blocks run on one memory here: a fence has nothing to do."""
+
+    threadfence_block = threadfence_system = threadfence
+
+    popc = staticmethod(lambda x: int(x).bit_count())
+    ffs = staticmethod(lambda x: (int(x) & -int(x)).bit_length())
+    fma = staticmethod(lambda a, b, c: type(a)(np.float64(a) * np.float64(b) + np.float64(c)))
+    selp = staticmethod(lambda p, a, b: a if p else b)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"cuda.{name} is not emulated")
+
+
+for _how in ("xor", "up", "down", "idx"):
+    setattr(
+        _Cuda,
+        "shfl_sync" if _how == "idx" else f"shfl_{_how}_sync",
+        staticmethod(lambda mask, value, by, how=_how: shuffle(getcurrent(), mask, value, how, by)),  # type: ignore[arg-type]
+    )
+for _how in ("all", "any", "ballot"):
+    setattr(
+        _Cuda,
+        f"{_how}_sync",
+        staticmethod(lambda mask, predicate, how=_how: vote(getcurrent(), mask, predicate, how)),  # type: ignore[arg-type]
+    )
+CUDA = _Cuda()

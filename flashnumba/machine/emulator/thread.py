@@ -1,0 +1,135 @@
+"""One GPU thread as a greenlet: where it is, what it knows, what it waits for."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from greenlet import greenlet
+
+from flashnumba.machine.emulator import faults
+from flashnumba.machine.emulator.clock import SHIFT, Clock
+
+if TYPE_CHECKING:
+    from flashnumba.machine.emulator.block import Block
+
+__all__ = ["Dim3", "Thread"]
+
+
+class Dim3:
+    """Three integers, named as CUDA names them."""
+
+    __slots__ = ("x", "y", "z")
+
+    def __init__(self, x: int, y: int = 1, z: int = 1):
+        self.x, self.y, self.z = x, y, z
+
+    def __iter__(self) -> Any:
+        return iter((self.x, self.y, self.z))
+
+
+class Thread(greenlet):
+    """A thread of a block.
+
+    Attributes:
+        tid, lane, warp: linear index in the block, index in the warp, index of the warp.
+        clock, time, epoch: what it knows of others; its own time; both of its own packed (``tid << 32 | time``).
+        waiting: what it waits for while parked, with details for a report.
+        fenced: its own time at its last proxy fence; ``fenced_since_barrier`` is cleared by every barrier.
+    """
+
+    def __init__(self, block: Block, tid: int, index: Dim3, clock: Clock):
+        super().__init__(block.body)
+        self.block, self.launch = block, block.launch
+        self.tid, self.lane, self.warp = tid, tid & 31, tid >> 5
+        self.thread_idx = index
+        self.clock, self.time, self.epoch = clock, 1, tid << SHIFT | 1
+        self.waiting: Any = None
+        self.fenced, self.fenced_since_barrier = 0, False
+        self.op: Any = None  # the last collective it posted and has not seen executed
+        self.locals: dict[Any, Any] = {}
+        self.register_fences = 1  # counts wgmma_fence()
+        self.copies: list[Any] = []  # cp.async not yet committed
+        self.copy_groups: deque[list[Any]] = deque()
+        self.bulk_copies: list[Any] = []  # bulk copies out of shared memory, likewise
+        self.bulk_groups: deque[list[Any]] = deque()
+        self.wgmma_commits = 0
+        self.flying: list[Any] = []  # local arrays that a wgmma in flight uses
+        self.spins: dict[int, tuple[Any, int]] = {}
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+    def tick(self) -> None:
+        """What was done so far has been published; what follows is later."""
+        self.time += 1
+        self.epoch += 1
+
+    def published(self) -> np.ndarray:
+        """Its vector with its own time in it: what a release hands on."""
+        vector = self.clock.vector.copy()
+        vector[self.tid] = self.time
+        return vector
+
+    def learn(self, clock: Clock) -> None:
+        """An acquire: from now on it knows what ``clock`` knows."""
+        self.clock = self.clock.joined(clock)
+        self.fenced_since_barrier = False
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+    def wait(self, what: Any) -> None:
+        """Give way until somebody puts this thread back into the launch's queue."""
+        self.waiting = what
+        ready = self.launch.ready
+        if ready:
+            ready.popleft().switch()
+        else:
+            self.launch.hub.switch()
+        self.waiting = None
+
+    def give_way(self) -> None:
+        """Let all others that can go on have a turn."""
+        ready = self.launch.ready
+        if self.launch.fresh:
+            ready.append(self)
+            self.launch.hub.switch()
+        elif ready:
+            ready.append(self)
+            ready.popleft().switch()
+
+    def flush(self) -> None:
+        """Wait until every collective this thread has posted is executed."""
+        op = self.op
+        if op is not None:
+            if not op.done:
+                op.waiters.append(self)
+                self.wait(op.name)
+            self.op = None
+
+    # -- addresses ----------------------------------------------------------------------------------------------------
+    def address_of(self, array: Any) -> int:
+        """Address of an array's first element: in shared memory, or in the launch's global address space."""
+        return array.address
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+    def position(self) -> faults.Position | None:
+        """Where in the kernel's source it is."""
+        frame: Any = sys._getframe(1)
+        machine = _MACHINE_CODE
+        while frame is not None:
+            code = frame.f_code
+            inside = machine.get(code)
+            if inside is None:
+                inside = machine[code] = code.co_filename.startswith(faults._MACHINE)
+            if not inside:
+                return (code, frame.f_lineno)
+            frame = frame.f_back
+        return None
+
+    def fault(self, kind: type[faults.Fault], message: str, threads: tuple[int, ...] | None = None) -> faults.Fault:
+        """Make (not raise) a fault at this place."""
+        where = faults.stack(sys._getframe(1)) if self.gr_frame is None else faults.stack(self.gr_frame)
+        return kind(message, self.block.index, threads if threads is not None else (self.tid,), where)
+
+
+_MACHINE_CODE: dict[Any, bool] = {}
