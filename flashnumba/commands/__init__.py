@@ -22,11 +22,10 @@ def refuse(message: str) -> NoReturn:
 
 def why_no_cuda() -> str:
     """Why kernels cannot run on a GPU here, in words; empty if they can."""
-    from flashnumba.machine.numba import CAN_COMPILE, cuda
+    from flashnumba.machine import compiler, gpu
 
-    if not CAN_COMPILE:
-        return "numba-cuda is not installed"
-    return "" if cuda.is_available() else "no CUDA GPU was found"
+    # A GPU without the compiler is common: the base install brings neither NVVM nor nvJitLink.
+    return gpu.unavailable() or compiler.why_not()
 
 
 def choose_machine(name: str) -> str:
@@ -37,7 +36,7 @@ def choose_machine(name: str) -> str:
         return name
     reason = why_no_cuda()
     if name == "cuda" and reason:
-        refuse(f"--machine is 'cuda', but {reason}; use emulator or auto")
+        refuse(f"--machine is 'cuda', but {reason}; emulator and auto run here")
     return "emulator" if reason else "cuda"
 
 

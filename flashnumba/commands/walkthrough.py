@@ -94,13 +94,13 @@ def unable(rung: Rung, machine: str) -> str:
     """Why ``machine`` cannot run a kernel; empty if it can. The emulator runs all of them."""
     if rung.tier == "reference" or machine != "cuda":
         return ""
+    from flashnumba.machine import gpu
     from flashnumba.machine.instruction import runs_on
-    from flashnumba.machine.numba import cuda
 
-    major, minor = cuda.get_current_device().compute_capability
-    if any(runs_on(arch, rung.arch) for arch in (f"{major}{minor}", f"{major}{minor}a")):
-        return ""
-    return f"needs sm_{rung.arch}, this GPU is sm_{major}{minor}; --machine emulator runs it"
+    arch = gpu.device_arch()
+    return (
+        "" if runs_on(arch, rung.arch) else f"needs sm_{rung.arch}, this GPU is sm_{arch}; --machine emulator runs it"
+    )
 
 
 def columns(console: Console) -> dict[str, int]:

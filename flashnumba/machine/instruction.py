@@ -92,6 +92,7 @@ class Instruction:
         emulate: the behaviour, see :mod:`flashnumba.machine.emulator.execution`.
         family: the file it is declared in, for the documentation's table.
         doc: what it does, with the layout where there is one.
+        quick: ``emulate`` for one thread's plain numbers, where NumPy's overhead would rule; None where there is no need.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Instruction:
     emulate: Callable[..., Any]
     family: str
     doc: str
+    quick: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         raise TypeError(f"{self.name} is an instruction: it runs inside a kernel, not on the host")
@@ -150,8 +152,11 @@ def instruction(
     group: str = "thread",
     effect: str = "none",
     doc: str = "",
+    quick: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Instruction]:
     """Declare an instruction by decorating its emulation; the emulation's docstring is the documentation.
+
+    ``quick`` makes the form for one thread's plain numbers from the emulation, to which it leaves uncommon values.
 
     Raises:
         ValueError: the text names an operand that is not declared, or the other way round; the name is taken; a type,
@@ -177,6 +182,7 @@ def instruction(
         made = Instruction(
             name, ptx, operands, returns, str(arch), group, effect, emulate,
             family=emulate.__module__.rsplit(".", 1)[-1], doc=(doc or emulate.__doc__ or "").strip(),
+            quick=quick(emulate) if quick else None,
         )  # fmt: skip
         REGISTRY[name] = made
         return made

@@ -60,7 +60,7 @@ class LocalArray:
         if self.flight is not None:
             raise self.thread.fault(
                 faults.AccumulatorInFlight,
-                f"registers that a wgmma uses are touched before wgmma_wait() (issued at {self.flight[1]})",
+                f"registers that a wgmma uses are touched before wgmma_wait(); issued at {faults.describe(self.flight[1])}",
             )
 
     def _bounds(self, i: Any) -> None:

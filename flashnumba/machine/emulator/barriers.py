@@ -36,7 +36,8 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
         raise thread.fault(faults.BarrierMismatch, f"named barrier {number}; there are 16, 0 to 15")
     if count <= 0 or count % 32:
         raise thread.fault(
-            faults.BarrierMismatch, f"named barrier {number} with {count} threads; the count must be a positive multiple of 32"
+            faults.BarrierMismatch,
+            f"named barrier {number} with {count} threads; the count must be a positive multiple of 32",
         )
     if count > block.size:
         raise thread.fault(
@@ -190,14 +191,17 @@ def init_mbarrier(thread: Thread, address: int, count: int) -> None:
     old = block.mbarriers.get(address)
     if old is not None and (old.parked or old.copies):
         raise thread.fault(
-            faults.MbarrierMisuse, f"the mbarrier at shared address {address} is initialised again while threads or copies use it"
+            faults.MbarrierMisuse,
+            f"the mbarrier at shared address {address} is initialised again while threads or copies use it",
         )
     if old is None and shared.checks:
         shared.check_write(address, address + 8, thread, align=8)
     made = block.mbarriers[address] = Mbarrier(block, address, count)
     block.mbarrier_slots += 1
     if made.slot >= block.flight:
-        raise thread.fault(faults.MbarrierMisuse, f"more than {block.flight - block.first_mbarrier} mbarriers in a block")
+        raise thread.fault(
+            faults.MbarrierMisuse, f"more than {block.flight - block.first_mbarrier} mbarriers in a block"
+        )
     made.vector = None
     made.init_epoch = thread.epoch  # type: ignore[attr-defined]
     made.init_thread = thread.tid  # type: ignore[attr-defined]
@@ -248,7 +252,9 @@ def change_registers(thread: Thread, wanted: int, grow: bool) -> None:
     held = pool["held"].get(thread.tid, share)
     if not grow:
         if wanted > held:
-            raise thread.fault(faults.RegisterPool, f"setmaxnreg.dec to {wanted} registers by a thread that holds {held}")
+            raise thread.fault(
+                faults.RegisterPool, f"setmaxnreg.dec to {wanted} registers by a thread that holds {held}"
+            )
         pool["held"][thread.tid] = wanted
         pool["free"] += held - wanted
         waiting, pool["parked"] = pool["parked"], []
@@ -258,6 +264,8 @@ def change_registers(thread: Thread, wanted: int, grow: bool) -> None:
         raise thread.fault(faults.RegisterPool, f"setmaxnreg.inc to {wanted} registers by a thread that holds {held}")
     while pool["free"] < wanted - held:
         pool["parked"].append(thread)
-        thread.wait(f"setmaxnreg.inc to {wanted} registers (the pool has {pool['free']} left for {wanted - held} a thread)")
+        thread.wait(
+            f"setmaxnreg.inc to {wanted} registers (the pool has {pool['free']} left for {wanted - held} a thread)"
+        )
     pool["free"] -= wanted - held
     pool["held"][thread.tid] = wanted

@@ -45,7 +45,8 @@ class Block:
         self.static: dict[Any, Any] = {}
         self.stores: dict[Any, Any] = {}
         self.threads = [
-            Thread(self, t, Dim3(x, y, z), start) for t, (z, y, x) in enumerate(product(range(nz), range(ny), range(nx)))
+            Thread(self, t, Dim3(x, y, z), start)
+            for t, (z, y, x) in enumerate(product(range(nz), range(ny), range(nx)))
         ]
         self.alive = self.size
         self.arrived: list[Thread] = []
@@ -146,7 +147,8 @@ class Block:
                 )
         if self.launch.checks and (any(thread.bulk_groups) or thread.bulk_copies):
             raise thread.fault(
-                faults.UnfinishedCopy, f"thread {thread.tid} returns before its bulk copies out of shared memory are done"
+                faults.UnfinishedCopy,
+                f"thread {thread.tid} returns before its bulk copies out of shared memory are done",
             )
         if self.arrived and self.alive < self.size:
             waiting = [t.tid for t in self.arrived]
@@ -182,8 +184,10 @@ class Block:
         return "asynchronous copy" if agent == self.flight else "bulk copy"
 
     def agent(self, agent: int) -> str:
-        return f"thread {agent}" if agent < self.size else f"a{'n' if agent == self.flight else ''} " + str(
-            self.in_flight(agent << SHIFT)
+        return (
+            f"thread {agent}"
+            if agent < self.size
+            else f"a{'n' if agent == self.flight else ''} " + str(self.in_flight(agent << SHIFT))
         )
 
     # -- stuck --------------------------------------------------------------------------------------------------------

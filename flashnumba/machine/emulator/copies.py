@@ -32,7 +32,9 @@ def copy_async(thread: Thread, dst: int, src: int, nbytes: int, valid: int) -> N
     if not 0 <= valid <= nbytes:
         raise thread.fault(faults.OutOfBounds, f"cp.async of {nbytes} bytes with a source size of {valid}")
     if src & (nbytes - 1):
-        raise thread.fault(faults.Misaligned, f"cp.async of {nbytes} bytes from global address {src:#x}, which is not a multiple of it")
+        raise thread.fault(
+            faults.Misaligned, f"cp.async of {nbytes} bytes from global address {src:#x}, which is not a multiple of it"
+        )
     if valid:
         memory.find(src, valid, thread, False)
     if thread.op is not None:
@@ -64,7 +66,9 @@ def wait_groups(thread: Thread, pending: int) -> None:
 # -- bulk copies ------------------------------------------------------------------------------------------------------
 def _check_bulk(thread: Thread, what: str, shared_address: int, nbytes: int, align: int) -> None:
     if shared_address % align:
-        raise thread.fault(faults.Misaligned, f"{what} at shared address {shared_address}, which is not a multiple of {align}")
+        raise thread.fault(
+            faults.Misaligned, f"{what} at shared address {shared_address}, which is not a multiple of {align}"
+        )
     if nbytes % 16 or nbytes <= 0:
         raise thread.fault(faults.Misaligned, f"{what} of {nbytes} bytes; the size must be a positive multiple of 16")
 
@@ -74,7 +78,9 @@ def bulk_load(thread: Thread, dst: int, src: int, nbytes: int, bar: int) -> None
     barrier = mbarrier(thread, bar, by_copy=True)
     _check_bulk(thread, "a bulk copy", dst, nbytes, 16)
     if src % 16:
-        raise thread.fault(faults.Misaligned, f"a bulk copy from global address {src:#x}, which is not a multiple of 16")
+        raise thread.fault(
+            faults.Misaligned, f"a bulk copy from global address {src:#x}, which is not a multiple of 16"
+        )
     shared, memory = thread.block.shared, thread.launch.memory
     data = memory.peek(src, nbytes, thread)
     if shared.checks:
@@ -113,10 +119,13 @@ def _window(tensor: Any, coordinates: tuple[int, ...]) -> tuple[tuple[slice, ...
 def _tensor_box(thread: Thread, tensor: Any, coordinates: tuple[int, ...], address: int) -> tuple[int, np.ndarray]:
     """Bytes of a box and the shared addresses of its 16-byte chunks in order."""
     if not hasattr(tensor, "swizzle"):
-        raise thread.fault(faults.OutOfBounds, f"a tensor copy is given {type(tensor).__name__} where it needs a tensor map")
+        raise thread.fault(
+            faults.OutOfBounds, f"a tensor copy is given {type(tensor).__name__} where it needs a tensor map"
+        )
     if len(coordinates) != tensor.array.ndim:
         raise thread.fault(
-            faults.OutOfBounds, f"a tensor copy with {len(coordinates)} coordinates on a tensor map of rank {tensor.array.ndim}"
+            faults.OutOfBounds,
+            f"a tensor copy with {len(coordinates)} coordinates on a tensor map of rank {tensor.array.ndim}",
         )
     nbytes = int(np.prod(tensor.box)) * tensor.array.dtype.itemsize
     _check_bulk(thread, "a tensor copy", address, nbytes, 128)
@@ -134,7 +143,7 @@ def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: i
     inside, within = _window(tensor, coordinates)
 
     def copy() -> None:
-        tile = np.zeros(tensor.box, tensor.array.dtype)
+        tile = np.full(tensor.box, np.nan if getattr(tensor, "fill", "zero") == "nan" else 0, tensor.array.dtype)
         tile[within] = tensor.array[inside]
         memory.loaded += tile[within].nbytes
         shared.scatter(chunks, tile.reshape(-1).view(np.uint8).reshape(-1, 16))

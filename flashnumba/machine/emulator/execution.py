@@ -66,6 +66,35 @@ class Memory:
             memory.store(at, row, thread)
 
 
+class ThreadMemory:
+    """The same for one thread: an address is one integer, data one row of bytes."""
+
+    def __init__(self, thread: Thread):
+        self.thread, self.block = thread, thread.block
+
+    def read_shared(self, address: Any, nbytes: int) -> np.ndarray:
+        shared, at = self.block.shared, int(address)
+        if shared.checks:
+            shared.check_read(at, at + nbytes, self.thread, align=nbytes)
+        else:
+            shared._span(at, at + nbytes, self.thread, nbytes)
+        return shared.data[at : at + nbytes].copy()
+
+    def write_shared(self, address: Any, data: np.ndarray) -> None:
+        shared, at, nbytes = self.block.shared, int(address), data.shape[-1]
+        if shared.checks:
+            shared.check_write(at, at + nbytes, self.thread, align=nbytes)
+        else:
+            shared._span(at, at + nbytes, self.thread, nbytes)
+        shared.data[at : at + nbytes] = data
+
+    def read_global(self, address: Any, nbytes: int) -> np.ndarray:
+        return self.block.launch.memory.load(int(address), nbytes, self.thread).copy()
+
+    def write_global(self, address: Any, data: np.ndarray) -> None:
+        self.block.launch.memory.store(int(address), data, self.thread)
+
+
 def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     """The function that stands for an instruction in an emulated kernel."""
     if not runs_on(arch, declared.arch):
@@ -73,6 +102,8 @@ def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     if declared.effect == "control":
         emulate = declared.emulate
         return lambda *args: emulate(getcurrent(), *args)
+    if declared.quick is not None:
+        return declared.quick
     if declared.group == "thread":
         return _for_thread(declared)
     return _for_group(declared)
@@ -119,7 +150,8 @@ def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> 
         )
     if role != "out" and not array.init[at : at + count].all():
         raise thread.fault(
-            faults.UninitialisedRead, f"registers {at}..{at + count - 1} of a local array are used before they are all written"
+            faults.UninitialisedRead,
+            f"registers {at}..{at + count - 1} of a local array are used before they are all written",
         )
     return array.data[at : at + count]
 
@@ -139,14 +171,14 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
         def scalars(*args: Any) -> Any:
             values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
             if memory:
-                values.insert(0, Memory([getcurrent()]))
+                values.insert(0, ThreadMemory(getcurrent()))
             return _plain(emulate(*values))
 
         return scalars
 
     def call(*args: Any) -> Any:
         thread: Any = getcurrent()
-        inputs: list[Any] = [Memory([thread])] if memory else []
+        inputs: list[Any] = [ThreadMemory(thread)] if memory else []
         outputs = []
         for at, dtype, fragment in layout:
             if fragment is None:
@@ -233,7 +265,9 @@ def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thre
         rows = slice(array.row, array.row + gang.size)
         if array.store.init[rows, first : first + count].all():
             return array.store.data[rows, first : first + count]
-    return np.stack([_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)])
+    return np.stack(
+        [_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
+    )
 
 
 def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarray, threads: list[Thread]) -> None:

@@ -107,7 +107,8 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
     mask = int(mask) & 0xFFFFFFFF
     if not mask >> lane & 1:
         raise thread.fault(
-            faults.DivergentCollective, f"lane {lane} executes {kind} with the mask {mask:#010x}, which does not name it"
+            faults.DivergentCollective,
+            f"lane {lane} executes {kind} with the mask {mask:#010x}, which does not name it",
         )
     waiting = block.exchanges.setdefault(warp, [])
     for exchange in waiting:
@@ -118,7 +119,8 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
         missing = [i for i in exchange.members if warp * 32 + i >= block.size]
         if missing:
             raise thread.fault(
-                faults.DivergentCollective, f"the mask {mask:#010x} names lanes {faults.ranges(missing)}, which do not exist"
+                faults.DivergentCollective,
+                f"the mask {mask:#010x} names lanes {faults.ranges(missing)}, which do not exist",
             )
         waiting.append(exchange)
     if exchange.kind != kind or exchange.members != block.lanes_of(mask):

@@ -95,7 +95,15 @@ class Launch:
     """One launch; see :func:`launch`."""
 
     def __init__(
-        self, kernel: Kernel, grid: Any, block: Any, args: Sequence[Any], shared: int, arch: str, checks: bool, seed: int
+        self,
+        kernel: Kernel,
+        grid: Any,
+        block: Any,
+        args: Sequence[Any],
+        shared: int,
+        arch: str,
+        checks: bool,
+        seed: int,
     ):
         self.kernel, self.arch, self.checks, self.shared = kernel, arch, checks, int(shared)
         self.grid, self.block = _three("grid", grid), _three("block", block)
@@ -132,7 +140,9 @@ class Launch:
     def _place(self, args: Sequence[Any]) -> tuple[Any, ...]:
         names = list(inspect.signature(self.kernel.function).parameters)
         if len(names) != len(args):
-            raise ValueError(f"{self.kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}")
+            raise ValueError(
+                f"{self.kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}"
+            )
         return tuple(self._argument(name, value) for name, value in zip(names, args, strict=True))
 
     def _argument(self, name: str, value: Any) -> Any:
@@ -151,7 +161,9 @@ class Launch:
             return value
         if isinstance(value, np.floating):
             return value
-        raise TypeError(f"argument {name} is {type(value).__name__}; a kernel takes NumPy arrays, numbers and tensor maps")
+        raise TypeError(
+            f"argument {name} is {type(value).__name__}; a kernel takes NumPy arrays, numbers and tensor maps"
+        )
 
     # -- running ------------------------------------------------------------------------------------------------------
     def body(self) -> None:

@@ -161,8 +161,7 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
     acc = args[0]
     if acc.flight is None:
         thread.flying.append(acc)
-    position = thread.position()
-    acc.flight = (thread.wgmma_commits + 1, faults.describe(position) if position else "")
+    acc.flight = (thread.wgmma_commits + 1, thread.position())
 
 
 def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:

@@ -57,12 +57,13 @@ class SharedMemory:
     def _span(self, lo: int, hi: int, thread: Thread, align: int) -> tuple[int, int]:
         if lo < 0 or hi > self.size:
             raise thread.fault(
-                faults.OutOfBounds, f"shared bytes {lo}..{hi - 1} of a block that has {self.size} bytes of shared memory"
+                faults.OutOfBounds,
+                f"shared bytes {lo}..{hi - 1} of a block that has {self.size} bytes of shared memory",
             )
         if lo & (align - 1):
             raise thread.fault(faults.Misaligned, f"shared address {lo} is not a multiple of {align}")
         grain = (1 << self.shift) - 1
-        while lo & grain or hi & grain:
+        while (lo & grain or hi & grain) and self.checks:
             self._refine()
             grain = (1 << self.shift) - 1
         return lo >> self.shift, hi >> self.shift
@@ -75,9 +76,7 @@ class SharedMemory:
         self.lines = {2 * k + i: v for k, v in self.lines.items() for i in (0, 1)}
         self.atomics = {2 * k + i: v for k, v in self.atomics.items() for i in (0, 1)}
 
-    def check_read(
-        self, lo: int, hi: int, thread: Thread, epoch: int = 0, align: int = 1, proxy: bool = False
-    ) -> None:
+    def check_read(self, lo: int, hi: int, thread: Thread, epoch: int = 0, align: int = 1, proxy: bool = False) -> None:
         """A read of bytes [lo, hi) by ``thread``, remembered under ``epoch`` (its own if 0).
 
         ``proxy``: by the asynchronous proxy (a bulk copy, a wgmma), which sees ordinary stores only after a proxy fence.
@@ -159,7 +158,9 @@ class SharedMemory:
         """A copy out of shared memory has been waited for: its reads count as the waiter's."""
         a, b = lo >> self.shift, hi >> self.shift
         cells = self.reader[a:b]
-        after = {c: self._number((self.sets[c] - {old}) | {new}, thread) if old in self.sets[c] else c for c in set(cells)}
+        after = {
+            c: self._number((self.sets[c] - {old}) | {new}, thread) if old in self.sets[c] else c for c in set(cells)
+        }
         self.reader[a:b] = [after[c] for c in cells]
 
     # -- verdicts -----------------------------------------------------------------------------------------------------
@@ -197,7 +198,9 @@ class SharedMemory:
             if flight:
                 kind = faults.ReadInFlight if reading else faults.OverwriteInFlight
                 act = "read" if reading else "overwritten"
-                raise thread.fault(kind, f"shared byte {byte} is {act} before the {flight} into it was waited for{since}")
+                raise thread.fault(
+                    kind, f"shared byte {byte} is {act} before the {flight} into it was waited for{since}"
+                )
             wrote = f", written at {faults.describe(line)}" if line else ""
             act = "reads" if reading else "writes"
             raise thread.fault(
@@ -206,7 +209,12 @@ class SharedMemory:
                 f"no barrier lies between",
                 (thread.tid, agent),
             )
-        if proxy and agent < self.block.size and self.block.threads[agent].fenced < e & 0xFFFFFFFF and not thread.fenced_since_barrier:
+        if (
+            proxy
+            and agent < self.block.size
+            and self.block.threads[agent].fenced < e & 0xFFFFFFFF
+            and not thread.fenced_since_barrier
+        ):
             line = self.lines.get(cell)
             raise thread.fault(
                 faults.MissingProxyFence,

@@ -42,7 +42,7 @@ def empty(shape: tuple[int, ...], inside: DTypeLike = np.float64) -> State:
 
 def factor(m_from: np.ndarray, m_to: np.ndarray) -> np.ndarray:
     """exp(m_from - m_to), what d is multiplied by on its way into new units; 0 where nothing was seen."""
-    with np.errstate(invalid="ignore"):  # inf - inf, as the limits say
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf, as the limits say; -big - big is -inf
         return np.where(m_from == -np.inf, 0, np.exp(m_from - m_to)).astype(m_to.dtype)  # [...]
 
 
@@ -97,7 +97,7 @@ def normalise(x: np.ndarray, state: State) -> np.ndarray:
     m, d = (part[..., None] for part in state)  # [..., 1], [..., 1]
     d_or_one = np.where(d == 0, 1, d).astype(d.dtype)  # [..., 1]  d is 0 only in a row of -inf
     m_or_zero = np.where(m == -np.inf, 0, m).astype(m.dtype)  # [..., 1]
-    with np.errstate(invalid="ignore"):  # inf - inf, as the limits say
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf, as the limits say; -big - big is -inf
         return np.exp(x.astype(m.dtype) - m_or_zero) / d_or_one  # [..., N]
 
 

@@ -59,7 +59,7 @@ def safe(x: np.ndarray, inside: DTypeLike = np.float64) -> np.ndarray:
     x = x.astype(inside)  # [..., N]
     m = x.max(-1, keepdims=True, initial=-np.inf)  # [..., 1]
     m = np.where(m == -np.inf, 0, m).astype(inside)  # [..., 1]  -inf - -inf would be NaN
-    with np.errstate(invalid="ignore"):  # inf - inf, the row that holds +inf
+    with np.errstate(invalid="ignore", over="ignore"):  # inf - inf in a row that holds +inf; -big - big is -inf
         e = np.exp(x - m)  # [..., N]
     d = e.sum(-1, keepdims=True)  # [..., 1]
     return e / np.where(d == 0, 1, d).astype(inside)  # [..., N]  d is 0 only in a row of -inf
