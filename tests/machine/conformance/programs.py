@@ -201,7 +201,7 @@ def _tensor_copy(rank: int, nbytes: int) -> Kernel:
     load, store, drain = _LOADS[rank], _STORES[rank], bulk_wait(0)
 
     @kernel(threads=32, arch="90")
-    def through(source, target, c0, c1, c2, c3, dump):
+    def through(source, target, c0, c1, c2, c3, s0, s1, s2, s3, dump):
         smem = cuda.shared.array(0, uint8)
         base = (shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00)
         bar = base + uint32((nbytes + 1023) // 1024 * 1024)
@@ -224,13 +224,13 @@ def _tensor_copy(rank: int, nbytes: int) -> Kernel:
             dump[i] = smem[lead + i]
         if cuda.threadIdx.x == 0:
             if rank == 1:
-                store(target, base, c0 + 3)
+                store(target, base, s0)
             elif rank == 2:
-                store(target, base, c0 + 3, c1 - 2)
+                store(target, base, s0, s1)
             elif rank == 3:
-                store(target, base, c0 + 3, c1 - 2, c2 + 1)
+                store(target, base, s0, s1, s2)
             else:
-                store(target, base, c0 + 3, c1 - 2, c2 + 1, c3 - 1)
+                store(target, base, s0, s1, s2, s3)
             bulk_commit()
             drain()
 
@@ -248,7 +248,9 @@ def _tensor_program(rank: int, swizzle: int, dtype: Any, at: tuple[int, ...], ta
         data = np.random.default_rng(rank).integers(0, 250, shape).astype(dtype)
         target = np.zeros(shape, dtype)
         maps = [Boxed(x, box, swizzle) for x in (data, target)]
-        return [*maps, *map(np.int32, (*at, 0, 0, 0)[:4]), np.zeros(nbytes, np.uint8)]
+        load_at = (*at, 0, 0, 0)[:4]
+        store_at = [max(c + d, 0) for c, d in zip(load_at, (16 // size, -2, 1, -1), strict=True)]
+        return [*maps, *map(np.int32, (*load_at, *store_at)), np.zeros(nbytes, np.uint8)]
 
     _add(f"tma_{rank}d_{tag}", lambda: _tensor_copy(rank, nbytes), 32, make, shared=nbytes + 3072)
 
