@@ -1,7 +1,8 @@
 """Host side of kernels that work on the rows of an array: check it, see it as [rows, columns], launch, hand back.
 
 The last axis is a row. Leading axes become one axis of rows where that needs no copy, that is where they lie at one
-distance from each other; otherwise the array is copied first, and a result that must go to such an array is copied back.
+distance from each other; otherwise the array is copied first, and a result that is to go to such an array is copied
+back.
 """
 
 from __future__ import annotations
@@ -71,9 +72,7 @@ class Rows:
     def launch(self, kernel: Kernel, grid: int, threads: int, *more: Any) -> None:
         """Launch ``kernel(x, out, *more)``."""
         with self.ordered():
-            launcher.launch(
-                kernel, grid, threads, (self.x, self.out, *more), machine=self.machine, stream=self.stream
-            )
+            launcher.launch(kernel, grid, threads, (self.x, self.out, *more), machine=self.machine, stream=self.stream)
         self.launched.append(kernel.__name__)
 
     def finish(self) -> Any:
@@ -123,7 +122,7 @@ def prepare_rows(
 
     Raises:
         TypeError: ``x`` or ``out`` is no array, or of other elements than float16, bfloat16, float32.
-        ValueError: no axis; ``out`` does not match, is read-only or overlaps ``x`` in part; an unknown kernel or machine.
+        ValueError: no axis; ``out`` does not match, is read-only or overlaps ``x`` in part; no such kernel or machine.
     """
     if kernel != "auto" and kernel not in kernels:
         raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(kernels)}")
@@ -182,7 +181,9 @@ def _check_out(x: Described, out: Described) -> None:
     if out.readonly:
         raise ValueError("out is read-only; it must be writable")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.strides, strict=True)) and 0 not in out.shape:
-        raise ValueError(f"out has strides {out.strides}, so several elements lie in one place; it must be a full array")
+        raise ValueError(
+            f"out has strides {out.strides}, so several elements lie in one place; it must be a full array"
+        )
     same = out.pointer == x.pointer and out.strides == x.strides
     if not same and _overlap(x, out):
         raise ValueError("out overlaps x in part; it must be x itself or lie apart from it")
@@ -223,7 +224,7 @@ def _collapsed(array: Described) -> tuple[int, int] | None:
 def widest(
     x: Described, x_steps: tuple[int, int], out: Described, out_steps: tuple[int, int], rows: int, cols: int
 ) -> int:
-    """Bytes of the widest vector, 16 down to one element, that starts at a multiple of its size in every row of both."""
+    """Bytes of the widest vector, 16 down to one element, that lies at multiples of its size in every row of both."""
     itemsize = x.dtype.itemsize
     if cols > 1 and (x_steps[1] != itemsize or out_steps[1] != itemsize):
         return itemsize

@@ -41,7 +41,7 @@ __all__ = [
 
 KERNELS = ("two_pass", "one_pass", "split")
 HELD_WORDS = 32
-"""32-bit words of a row that a thread holds at most: half of the 64 registers that 1024 threads a multiprocessor leave."""
+"""32-bit words of a row that a thread holds at most: half of the 64 registers it has beside 1023 others."""
 FEW_ROWS = 64
 """With no more rows than this a block a row leaves most of a GPU idle."""
 PER_THREAD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -115,13 +115,15 @@ def plan_one_pass(shape: Shape) -> Plan:
 
 
 def plan_split(shape: Shape) -> Plan:
-    """Chunks of 32 words a thread and 256 threads; fewer threads where a row would else be one chunk."""
+    """Chunks of 32 words a thread and 256 threads; fewer, and smaller ones, where a row would else be one chunk."""
     count, words = loads(shape)
     vectors = HELD_WORDS // words
-    threads = next((t for t in (256, 128, 64) if count > t * vectors), 32)
+    threads = next((t for t in (256, 128, 64, 32) if count > t * vectors), 0)
+    if not threads:
+        threads, vectors = 32, max(1, -(-count // 64))
     kernel = make_split(
         shape.element, threads, vectors, shape.vector, exact=count % (threads * vectors) == 0,
-        hint="plain" if shape.in_place else "once", min_blocks=1024 // threads, arch=shape.arch,
+        hint="plain" if shape.in_place else "once", min_blocks=min(32, 1024 // threads), arch=shape.arch,
     )  # fmt: skip
     chunks = -(-count // (threads * vectors))
     return Plan(kernel, shape.rows * chunks, threads, chunks)
@@ -159,8 +161,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     """Softmax over the last axis; arguments, result and errors as in the stage softmax, with these kernels.
 
     Args:
-        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or what
-            offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or
+            what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
             each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.

@@ -71,9 +71,10 @@ def make_split(
     words in the same order, and get the same bits.
 
     Who waits must not keep out whom it waits for. Blocks stay until the work is done and all are resident (the launch
-    is cooperative); each draws its next chunk from a counter once its row is complete, so chunks are begun in order, and
-    the first row that is not complete has all its chunks in blocks that work. Drawn any earlier, the next chunk may be
-    one that the block itself is about to wait for. The grid needs as many blocks as a row has chunks.
+    is cooperative), and the grid has at least as many blocks as a row has chunks. Each draws its next chunk from a
+    counter once its row is complete. So chunks are begun in order, and while the first incomplete row lacks a chunk,
+    fewer blocks wait than there are: another comes to draw it. Drawn any earlier, the next chunk may be one that the
+    block itself is about to wait for.
 
     Args:
         element, threads, nbytes, exact, hint, recompute, arch: as ``one_pass``; ``exact`` is about chunks.
@@ -143,9 +144,8 @@ def make_split(
                     row_state[1] = inverse(state[1])
             if synchronises:
                 cuda.syncthreads()  # the row's state is there; maxima and sums may be written again
-            if draws and not early:
-                if thread == 0:
-                    ticket[0] = int64(cuda.atomic.add(scratch, 0, uint64(1)))  # on its way while the block writes
+            if draws and not early and thread == 0:
+                ticket[0] = int64(cuda.atomic.add(scratch, 0, uint64(1)))  # on its way while the block writes
             target = global_address(out) + uint64(row * out.strides[0])
             store(target, out_step, first, count, raw, 0, m, row_state[0], row_state[1])
             if draws:

@@ -30,7 +30,15 @@ if TYPE_CHECKING:
 
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["KERNELS", "choose", "compile_cases", "make_block_per_row", "make_vectorized", "make_warp_per_row", "softmax"]
+__all__ = [
+    "KERNELS",
+    "choose",
+    "compile_cases",
+    "make_block_per_row",
+    "make_vectorized",
+    "make_warp_per_row",
+    "softmax",
+]
 
 KERNELS = ("warp_per_row", "block_per_row", "vectorized")
 
@@ -78,8 +86,9 @@ def make_warp_per_row(element: str, warps: int = 4, arch: str = "80", broken: st
 def make_block_per_row(element: str, threads: int = 256, arch: str = "80", broken: str = "") -> Kernel:
     """One block of ``threads`` threads a row.
 
-    Since ``warp_per_row``: the warps of a block share a row and meet in shared memory, at one barrier a reduction. Reads
-    and writes are the same 3 and 1; what is bought is that a long row has many loads in flight instead of one warp's.
+    Since ``warp_per_row``: the warps of a block share a row and meet in shared memory, at one barrier a reduction.
+    Reads and writes are the same 3 and 1; what is bought is that a long row has many loads in flight instead of one
+    warp's.
 
     Args:
         element, arch: as :func:`make_warp_per_row`.
@@ -205,8 +214,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     """Softmax over the last axis.
 
     Args:
-        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or what
-            offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or
+            what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
             each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
