@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from flashnumba.machine import ranges
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange, named_values
 from flashnumba.machine.instruction import Instruction, runs_on
 from flashnumba.machine.numba import CAN_COMPILE, cuda, types
@@ -36,6 +37,7 @@ def numba_target(kernel: Kernel) -> Callable[..., None]:
             "numba-cuda is not installed, so kernels run on the emulator only; "
             'on Linux and Windows: pip install "flashnumba[cu13]"'
         )
+    ranges.install()
     with _LOCK:
         if "numba" not in kernel.cache:
             kernel.cache["numba"] = exchange(kernel.function, _substitute(kernel.fastmath, ()))

@@ -151,3 +151,18 @@ def test_approximations(name: str, exact: Callable[[float], float], special: lis
     want = np.array([exact(float(v)) for v in x])
     assert (np.abs(emulate(x) - want) <= 0.5001 * np.spacing(np.abs(want).astype(np.float32))).all()
     assert name in ptx.APPROXIMATIONS and "ulp" in getattr(ptx, name).doc
+
+
+def test_one_thread_and_many_agree() -> None:
+    """Single values take a shorter way than arrays, to the same bits."""
+    x = np.concatenate([spread(3000), np.float32([0, -0.0, 65519.99, 65520, -65520, 1e-41, -1e-41, INF, -INF, NAN])])
+    for form in FORMS:
+        one = np.array([encode(v, form) for v in x])
+        same(one, encode(x, form))
+    for name, _, _ in APPROXIMATED:
+        emulate = getattr(ptx, name).emulate
+        same(np.array([emulate(v) for v in x]), emulate(x))
+    codes = F16[::23]
+    for name in ("f16_to_f32", "bf16_to_f32", "e4m3x2_to_f16x2"):
+        emulate = getattr(ptx, name).emulate
+        same(np.array([emulate(c) for c in codes]), emulate(codes))

@@ -166,7 +166,7 @@ def _exponent_table(lowest: int) -> np.ndarray:
     return table
 
 
-_ACCUMULATOR = np.maximum(_FIELD, 1) - 127  # zero and subnormal accumulators align at -126
+_ACCUMULATOR = np.where(_FIELD, _FIELD - 127, -400)  # a zero accumulator never sets the alignment
 
 
 def _exponents(values: np.ndarray, lowest: int) -> np.ndarray:
@@ -206,7 +206,7 @@ def fused_dot(
     with np.errstate(all="ignore"):
         for k in range(0, len(a), chunk):
             at = slice(k, k + chunk)
-            c = _step(a[at], b[at], c, exponents[0][at], exponents[1][at], fraction_bits)
+            c = _step(a[at], b[at], c, exponents[0][at], exponents[1][at], fraction_bits, min(lowest) == -126)
             if result_bits < 23:
                 c.view(np.uint32)[...] &= np.uint32(0xFFFFFFFF << (23 - result_bits) & 0xFFFFFFFF)
                 c[np.isnan(c)] = _NAN.view(np.float32)
@@ -214,11 +214,18 @@ def fused_dot(
 
 
 def _step(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, a_exponent: np.ndarray, b_exponent: np.ndarray, fraction_bits: int
-) -> np.ndarray:
-    """One step: ``a`` [k, ..., M, 1] and ``b`` [k, ..., 1, N] in float64, ``c`` [..., M, N] float32."""
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, a_exponent: np.ndarray, b_exponent: np.ndarray, fraction_bits: int,
+    tiny: bool,
+) -> np.ndarray:  # fmt: skip
+    """One step: ``a`` [k, ..., M, 1] and ``b`` [k, ..., 1, N] in float64, ``c`` [..., M, N] float32.
+
+    ``tiny``: products may be smaller than any float32, so that subnormal accumulators and underflow matter.
+    """
     top = np.maximum.reduce(a_exponent + b_exponent, axis=0)
-    top = np.maximum(top, _ACCUMULATOR.take(c.view(np.uint32) >> 23))
+    field = c.view(np.uint32) >> 23
+    top = np.maximum(top, _ACCUMULATOR.take(field))
+    if tiny:
+        top = np.where((field & 0xFF == 0) & (c != 0), np.maximum(top, -126), top)
     # Powers of two by their bit patterns: the exponents are within float64's.
     scale = ((1023 + fraction_bits - top) << 52).view(np.float64)
     terms = a * b
@@ -232,6 +239,8 @@ def _step(
     magnitude = np.abs(total)
     bits = result.view(np.uint32)
     bits -= np.abs(result) > magnitude
+    if tiny:
+        result[(result == 0) & (total != 0)] = 0.0  # what underflows loses its sign
     if not np.maximum.reduce(magnitude, axis=None, initial=0.0) < 2.0**128:
         result[magnitude >= 2.0**128] = np.copysign(np.float32(np.inf), total[magnitude >= 2.0**128])
         bits[np.isnan(total)] = _NAN

@@ -192,12 +192,11 @@ pack_e5m2x4 = _pack4("e5m2")
 
 def _to_f16x2(form: str, part: str) -> Instruction:
     """FP8 to two float16: from a 16-bit register, or from one half of a 32-bit one."""
+    table = encode(decode(np.arange(256, dtype=np.uint8), form), "f16")
 
     def emulate(x: np.ndarray) -> np.ndarray:
-        x = np.asarray(x)
-        pair = x if part == "" else (x >> np.uint32(16 if part == "high" else 0)).astype(np.uint16)
-        values = encode(decode(pair[..., None], form), "f16")
-        return _joined(values[..., 0], values[..., 1], 16)
+        pair = x >> np.uint32(16) if part == "high" else x
+        return _joined(table[pair & 0xFF], table[pair >> 8 & 0xFF], 16)
 
     emulate.__module__ = __name__
     cvt = f"cvt.rn.f16x2.{form}x2 %result"
@@ -222,10 +221,14 @@ e5m2x4_low_to_f16x2 = _to_f16x2("e5m2", "low")
 e5m2x4_high_to_f16x2 = _to_f16x2("e5m2", "high")
 
 
+_ALL16 = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+
+
 def _from_f16x2(form: str) -> Instruction:
+    table = encode(decode(_ALL16, "f16"), form)
+
     def emulate(x: np.ndarray) -> np.ndarray:
-        codes = encode(decode(np.asarray(x)[..., None], "f16"), form)
-        return _joined(codes[..., 0], codes[..., 1], 8)
+        return _joined(table[x & 0xFFFF], table[x >> 16], 8)
 
     emulate.__module__ = __name__
     return instruction(
@@ -243,10 +246,10 @@ f16x2_to_e5m2x2 = _from_f16x2("e5m2")
 
 
 def _half(name: str, form: str, shift: int, ptx: str, doc: str, operand: str = "u32", arch: str = "75") -> Instruction:
+    table = decode(_ALL16, form)
+
     def emulate(x: np.ndarray) -> np.ndarray:
-        code = (np.asarray(x).astype(np.uint32) >> np.uint32(shift)).astype(np.uint16)
-        values = decode(code[..., None], form)[..., 0]
-        return canonical(values)[()] if form == "f16" else values[()]
+        return table[x >> shift & 0xFFFF]
 
     emulate.__module__ = __name__
     wide = np.uint16 if operand == "u16" else np.uint32

@@ -1,7 +1,7 @@
-"""Small kernels around the asynchronous instructions: the same launch on a GPU and on the emulator must give the same bytes.
+"""Small kernels around the asynchronous instructions: a launch on a GPU and one on the emulator give the same bytes.
 
-``cp.async``, bulk and tensor copies dump the shared memory they filled, or the global memory they wrote; each wgmma multiplies two
-pieces of a shared-memory image, so that one output checks descriptor, layout and arithmetic at once.
+``cp.async``, bulk and tensor copies dump the shared memory they filled, or the global memory they wrote; each wgmma
+multiplies two pieces of a shared-memory image, so that one output checks descriptor, layout and arithmetic at once.
 """
 
 from __future__ import annotations
@@ -52,15 +52,23 @@ from flashnumba.machine.instructions import (
     wgmma_wait,
 )
 from flashnumba.machine.numba import cuda, float32, int32, uint8, uint32, uint64
-from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.tiles.descriptor import make_descriptor
 
-__all__ = ["PROGRAMS", "Program"]
+__all__ = ["PROGRAMS", "Boxed", "Program"]
+
+
+@dataclass(frozen=True)
+class Boxed:
+    """An array that the kernel gets as a tensor map."""
+
+    array: np.ndarray
+    box: tuple[int, ...]
+    swizzle: int
 
 
 @dataclass(frozen=True)
 class Program:
-    """One launch: ``make(map)`` gives the kernel's arguments, the last of which is written; ``map`` makes a tensor map.
+    """One launch: ``make()`` gives the kernel's arguments; the last one is written.
 
     ``kept`` selects what of the output is recorded.
     """
@@ -185,7 +193,12 @@ _add("bulk", _bulk, 32, lambda: [_random_bytes(8192, 3), np.zeros(4096, np.uint8
 
 _LOADS = {1: tma_load_1d, 2: tma_load_2d, 3: tma_load_3d, 4: tma_load_4d}
 _STORES = {1: tma_store_1d, 2: tma_store_2d, 3: tma_store_3d, 4: tma_store_4d}
-_SHAPES = {1: ((100,), (64,)), 2: ((37, 80), (24, 64)), 3: ((3, 21, 72), (2, 16, 64)), 4: ((3, 5, 9, 64), (2, 3, 8, 64))}
+_SHAPES = {
+    1: ((100,), (64,)),
+    2: ((37, 80), (24, 64)),
+    3: ((3, 21, 80), (2, 16, 64)),
+    4: ((3, 5, 9, 64), (2, 3, 8, 64)),
+}
 
 
 @cache
@@ -193,7 +206,7 @@ def _tensor_copy(rank: int, nbytes: int) -> Kernel:
     load, store, drain = _LOADS[rank], _STORES[rank], bulk_wait(0)
 
     @kernel(threads=32, arch="90")
-    def through(source, target, c0, c1, c2, c3, dump):
+    def through(source, target, c0, c1, c2, c3, s0, s1, s2, s3, dump):
         smem = cuda.shared.array(0, uint8)
         base = (shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00)
         bar = base + uint32((nbytes + 1023) // 1024 * 1024)
@@ -216,13 +229,13 @@ def _tensor_copy(rank: int, nbytes: int) -> Kernel:
             dump[i] = smem[lead + i]
         if cuda.threadIdx.x == 0:
             if rank == 1:
-                store(target, base, c0 + 3)
+                store(target, base, s0)
             elif rank == 2:
-                store(target, base, c0 + 3, c1 - 2)
+                store(target, base, s0, s1)
             elif rank == 3:
-                store(target, base, c0 + 3, c1 - 2, c2 + 1)
+                store(target, base, s0, s1, s2)
             else:
-                store(target, base, c0 + 3, c1 - 2, c2 + 1, c3 - 1)
+                store(target, base, s0, s1, s2, s3)
             bulk_commit()
             drain()
 
@@ -239,8 +252,10 @@ def _tensor_program(rank: int, swizzle: int, dtype: Any, at: tuple[int, ...], ta
     def make() -> list[Any]:
         data = np.random.default_rng(rank).integers(0, 250, shape).astype(dtype)
         target = np.zeros(shape, dtype)
-        maps = [TensorMap(x, box, swizzle=swizzle) for x in (data, target)]
-        return [*maps, *map(np.int32, (*at, 0, 0, 0)[:4]), np.zeros(nbytes, np.uint8)]
+        maps = [Boxed(x, box, swizzle) for x in (data, target)]
+        load_at = (*at, 0, 0, 0)[:4]
+        store_at = [max(c + d, 0) for c, d in zip(load_at, (16 // size, -2, 1, -1), strict=True)]
+        return [*maps, *map(np.int32, (*load_at, *store_at)), np.zeros(nbytes, np.uint8)]
 
     _add(f"tma_{rank}d_{tag}", lambda: _tensor_copy(rank, nbytes), 32, make, shared=nbytes + 3072)
 
@@ -274,17 +289,18 @@ def _wgmma(n: int, dtype: str, a: str, a_major: str, b_major: str, swizzle: int)
     wait = wgmma_wait(0)
     registers, from_registers = n // 2, a == "registers"
     span = swizzle or 16
-    eight = 8 * span if swizzle else 256  # bytes from eight rows to the next eight
-    a_lead = 64 * 128 if a_major == "mn" else 128
-    b_lead = 128 * 128 if b_major == "mn" else 128
+    eight = 8 * span if swizzle else 256  # bytes from eight rows (or eight k) to the next eight
+    along = 16 * span if swizzle else 4096  # from one span of M or N to the next, for 16 k
+    a_lead = along if a_major == "mn" else 128
+    b_lead = along if b_major == "mn" else 128
 
     @kernel(threads=128, arch="90a")
     def product(image, fragments, start, out):
-        smem = cuda.shared.array(0, uint8)
+        smem = cuda.shared.array(0, uint32)
         base = (shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00)
-        lead = int32(base - shared_address(smem))
+        lead = int32(base - shared_address(smem)) >> 2
         t = cuda.threadIdx.x
-        for i in range(t, IMAGE, 128):
+        for i in range(t, IMAGE // 4, 128):
             smem[lead + i] = image[i]
         fence_proxy_async()
         acc = cuda.local.array(registers, float32)
@@ -324,7 +340,7 @@ def _wgmma_program(n: int, dtype: str, a: str, a_major: str, b_major: str, swizz
         per = 4 // np.dtype(kind).itemsize
         fragments = rng.standard_normal((128, 4 * per)).astype(kind).view(np.uint32)
         start = (rng.standard_normal((128, n // 2)) * 8).astype(np.float32)
-        return [_image(dtype), fragments, start, np.zeros((128, n // 2), np.float32)]
+        return [_image(dtype).view(np.uint32), fragments, start, np.zeros((128, n // 2), np.float32)]
 
     major = "" if (a_major, b_major) == ("k", "k") else f"_{a_major}_{b_major}"
     _add(
