@@ -42,6 +42,8 @@ __all__ = [
 KERNELS = ("two_pass", "one_pass", "split")
 HELD_WORDS = 32
 """32-bit words of a row that a thread holds at most: half of the 64 registers it has beside 1023 others."""
+NARROW_WORDS = 16
+"""The same where a load is one word: these may stand at any distance, and each address takes registers too."""
 FEW_ROWS = 64
 """With no more rows than this a block a row leaves most of a GPU idle."""
 PER_THREAD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -67,10 +69,15 @@ def loads(shape: Shape) -> tuple[int, int]:
     return shape.cols * ITEMSIZE[shape.element] // shape.vector, max(1, shape.vector // 4)
 
 
+def held_words(words: int) -> int:
+    """32-bit words of a row that a thread holds at most, in loads of so many words."""
+    return HELD_WORDS if words > 1 else NARROW_WORDS
+
+
 def choose(shape: Shape) -> str:
     """What ``kernel="auto"`` means: one read wherever registers hold the row, those of one block or of several."""
     count, words = loads(shape)
-    if count * words > 1024 * HELD_WORDS or (shape.rows <= FEW_ROWS and count * words >= 8192):
+    if count * words > 1024 * held_words(words) or (shape.rows <= FEW_ROWS and count * words >= 8192):
         return "split"
     return "one_pass"
 
@@ -91,33 +98,34 @@ def plan_one_pass(shape: Shape) -> Plan:
         ValueError: the row is longer than 1024 threads can hold.
     """
     count, words = loads(shape)
-    if count * words > 1024 * HELD_WORDS:
+    if count * words > 1024 * held_words(words):
         raise ValueError(
-            f"one_pass holds rows of up to {1024 * HELD_WORDS // words * shape.vector} bytes where loads are of "
+            f"one_pass holds rows of up to {1024 * held_words(words) // words * shape.vector} bytes where loads are of "
             f"{shape.vector} bytes; these have {shape.cols * ITEMSIZE[shape.element]}: use split or two_pass"
         )
-    # Narrow loads may stand at any distance, so that each needs an address of its own: fewer of them a thread.
-    if count * words <= 32 * (HELD_WORDS if words > 1 else HELD_WORDS // 4):
+    most = held_words(words)
+    if count * words <= 32 * (most if words > 1 else most // 2):
         group = min(32, max(4, power_of_two(count)))
     else:
-        group = min(1024, power_of_two(-(-count * words // (16 if words > 1 else 8))))
+        group = min(1024, power_of_two(-(-count * words // (most // 2))))
     vectors = next(v for v in PER_THREAD if v * group >= count)
     short = group <= 32
     at_once = max(1, min(4, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
     rows = max(32 // group, min(128 // group, power_of_two(shape.rows))) if short else 1
-    full = vectors * words == HELD_WORDS
+    # Left to itself ptxas sometimes spills a word or two for the sake of one more block.
+    min_blocks = 0 if short else 1024 // group if vectors * words == most else int(words == 1)
     kernel = make_one_pass(
         shape.element, group, vectors, rows, shape.vector, rows_at_once=at_once, exact=vectors * group == count,
-        hint="plain" if shape.in_place else "once", min_blocks=1024 // group if full and not short else 0,
+        hint="plain" if shape.in_place else "once", min_blocks=min_blocks,
         arch=shape.arch,
     )  # fmt: skip
     return Plan(kernel, -(-shape.rows // (rows * at_once)), group * rows)
 
 
 def plan_split(shape: Shape) -> Plan:
-    """Chunks of 32 words a thread and 256 threads; fewer, and smaller ones, where a row would else be one chunk."""
+    """Chunks of 256 threads that hold all they can; fewer, and smaller ones, where a row would else be one chunk."""
     count, words = loads(shape)
-    vectors = HELD_WORDS // words
+    vectors = held_words(words) // words
     threads = next((t for t in (256, 128, 64, 32) if count > t * vectors), 0)
     if not threads:
         threads, vectors = 32, max(1, -(-count // 64))
@@ -198,7 +206,8 @@ def compile_cases() -> Iterator[CompileCase]:
 
     wide = [("two_pass", 4096), ("one_pass", 128), ("one_pass", 1000), ("one_pass", 32768), ("split", 262144)]
     groups = [(element, "80", 16, wide) for element in ITEMSIZE]
-    groups += [("float32", "80", 4, wide[2:]), ("bfloat16", "80", 2, wide[3:])]
+    narrow = [("two_pass", 4096), ("one_pass", 1000), ("one_pass", 16384), ("split", 262144)]
+    groups += [("float32", "80", 4, narrow), ("bfloat16", "80", 2, narrow)]
     groups += [("float16", "75", 16, wide[3:]), ("bfloat16", "75", 16, wide[3:])]
     for element, arch, nbytes, names in groups:
         for name, cols in names:

@@ -100,7 +100,7 @@ def make_block_per_row(element: str, threads: int = 256, arch: str = "80", broke
     block_sum = make_block_sum(threads, broken != "sum")
     step = 2 * threads if broken == "column" else threads
 
-    @kernel(threads=threads, arch=arch_of(element, arch))
+    @kernel(threads=threads, min_blocks=1, arch=arch_of(element, arch))
     def block_per_row(x, out):
         maxima = cuda.shared.array(32, float32)
         sums = cuda.shared.array(32, float32)
