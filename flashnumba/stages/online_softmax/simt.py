@@ -198,8 +198,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     """Softmax over the last axis; arguments, result and errors as in the stage softmax, with these kernels.
 
     Args:
-        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or
-            what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
             each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
@@ -234,23 +234,18 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Every kernel as it is launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, for the compiler's tables and gates: the wide loads of every element type, and of
+    the narrow ones and of those for sm_75 the kernels that need most registers."""
     from flashnumba.machine.compiler import CompileCase
 
-    seen = set()
-    for element, itemsize in ITEMSIZE.items():
-        shapes = [
-            Shape(element, 1 << 20, cols, nbytes, arch)
-            for arch in ("75", "80", "90")
-            for nbytes in (16, itemsize)
-            for cols in (128, 1000, 1024, 4096, 32768, 262144)
-        ]
-        for shape in shapes:
-            for name in ("two_pass", choose(shape)):
-                plan = PLANS[name](shape)
-                if plan.kernel in seen:
-                    continue
-                seen.add(plan.kernel)
-                more = (types.uint64[::1],) if plan.chunks else ()
-                title = f"online_softmax.{name} {element} {shape.cols} by {shape.vector} bytes, sm_{plan.kernel.arch} on"
-                yield CompileCase(title, plan.kernel, signature(element, *more), plan.threads, plan.shared)
+    wide = [("two_pass", 4096), ("one_pass", 128), ("one_pass", 1000), ("one_pass", 32768), ("split", 262144)]
+    groups = [(element, "80", 16, wide) for element in ITEMSIZE]
+    groups += [(element, "90", 16, [("split_ahead", 262144)]) for element in ITEMSIZE]
+    groups += [("float32", "80", 4, wide[2:]), ("bfloat16", "80", 2, wide[3:])]
+    groups += [("float16", "75", 16, wide[3:]), ("bfloat16", "75", 16, wide[3:])]
+    for element, arch, nbytes, names in groups:
+        for name, cols in names:
+            plan = PLANS[name](Shape(element, 1 << 20, cols, nbytes, arch))
+            title = f"online_softmax.{name} {element} {cols} by {nbytes} bytes, sm_{plan.kernel.arch} on"
+            more = (types.uint64[::1],) if plan.chunks else ()
+            yield CompileCase(title, plan.kernel, signature(element, *more), plan.threads, plan.shared)

@@ -218,8 +218,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     """Softmax over the last axis.
 
     Args:
-        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or
-            what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
             each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
@@ -247,17 +247,16 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Every kernel as it is launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
     from flashnumba.stages.rows import signature
 
-    for element in ITEMSIZE:
-        for arch in ("75", "80") if element == "bfloat16" else ("80",):
-            plain = f"softmax.%s {element}{' in integers' if arch == '75' else ''}"
-            two = signature(element)
-            yield CompileCase(plain % "warp_per_row", make_warp_per_row(element, 4, arch), two, 128)
-            yield CompileCase(plain % "block_per_row", make_block_per_row(element, 256, arch), two, 256)
-            for nbytes in (16, 8, 4, 2):
-                if nbytes >= ITEMSIZE[element]:
-                    name = f"{plain % 'vectorized'} {nbytes} bytes"
-                    yield CompileCase(name, make_vectorized(element, 256, nbytes, arch), two, 256)
+    for element, itemsize in ITEMSIZE.items():
+        two = signature(element)
+        yield CompileCase(f"softmax.warp_per_row {element}", make_warp_per_row(element), two, 128)
+        yield CompileCase(f"softmax.block_per_row {element}", make_block_per_row(element), two, 256)
+        for nbytes in (16, itemsize):
+            made = make_vectorized(element, 256, nbytes)
+            yield CompileCase(f"softmax.vectorized {element} by {nbytes} bytes", made, two, 256)
+    made = make_vectorized("bfloat16", 256, 16, "75")
+    yield CompileCase("softmax.vectorized bfloat16 by 16 bytes, rounded in integers", made, signature("bfloat16"), 256)
