@@ -51,7 +51,7 @@ K_FULL, V_FULL, K_EMPTY, V_EMPTY = range(4)
 
 @cache
 def make_kernel(broken=""):
-    """The kernel; ``broken`` plants a fault, one of the names tested in tests/machine/test_faults.py."""
+    """The kernel; ``broken`` plants a fault, one of the names tested in tests/machine/test_hopper_forward.py."""
     multiply_s = wgmma(BN)
     multiply_o = wgmma(D, a="registers", b_major="mn")
     give, take = setmaxnreg_dec(24), setmaxnreg_inc(240)
@@ -236,21 +236,19 @@ def make_kernel(broken=""):
                     wgmma_fence()
                 multiply_qk(s, my_q, k_ring + slot * uint32(TILE_BYTES))
                 wgmma_commit()
-                if early_release:
-                    if leader():
-                        mbarrier_arrive(barrier_of(bars, K_EMPTY, slot))
                 mbarrier_wait(barrier_of(bars, V_FULL, before), phase_before)
                 multiply_pv(o, p, v_ring + before * uint32(TILE_BYTES))
                 wgmma_commit()
                 bar_arrive(2 - mine, 256)  # the other consumer's turn
                 if not no_wait:
                     wait_but_one()  # S_j is there, P V_{j-1} still runs
-                if not early_release:
-                    if leader():
-                        mbarrier_arrive(barrier_of(bars, K_EMPTY, slot))
+                if leader():
+                    mbarrier_arrive(barrier_of(bars, K_EMPTY, slot))
+                if early_release and leader():
+                    mbarrier_arrive(barrier_of(bars, V_EMPTY, before))
                 online_softmax(s, m, l, alpha, scale_log2)
                 wait_all()
-                if leader():
+                if leader() and not early_release:
                     mbarrier_arrive(barrier_of(bars, V_EMPTY, before))
                 if not no_rescale:
                     rescale(o, alpha)

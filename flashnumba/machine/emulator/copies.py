@@ -32,14 +32,16 @@ def copy_async(thread: Thread, dst: int, src: int, nbytes: int, valid: int) -> N
     if not 0 <= valid <= nbytes:
         raise thread.fault(faults.OutOfBounds, f"cp.async of {nbytes} bytes with a source size of {valid}")
     if src & (nbytes - 1):
-        raise thread.fault(faults.Misaligned, f"cp.async of {nbytes} bytes from global address {src:#x}, which is not a multiple of it")
+        raise thread.fault(
+            faults.Misaligned, f"cp.async of {nbytes} bytes from global address {src:#x}, which is not a multiple of it"
+        )
     if valid:
         memory.find(src, valid, thread, False)
     if thread.op is not None:
         thread.flush()
     epoch = thread.block.new_flight()
-    if shared.checks:
-        shared.check_write(dst, dst + nbytes, thread, epoch, align=nbytes)
+    shared.check_write(dst, dst + nbytes, thread, epoch, align=nbytes)
+    shared.issued[epoch] = thread.epoch
     thread.copies.append(_Copy(dst, src, nbytes, valid, epoch))
 
 
@@ -52,7 +54,10 @@ def wait_groups(thread: Thread, pending: int) -> None:
     """At most ``pending`` of the newest groups stay in flight; the others arrive now."""
     shared, memory = thread.block.shared, thread.launch.memory
     while len(thread.copy_groups) > pending:
-        for c in thread.copy_groups.popleft():
+        group = thread.copy_groups.popleft()
+        if group:
+            thread.tick()  # so that the epoch of these bytes is that of no other store
+        for c in group:
             if c.valid:
                 shared.data[c.dst : c.dst + c.valid] = memory.peek(c.src, c.valid, thread)
                 memory.loaded += c.valid
@@ -64,7 +69,9 @@ def wait_groups(thread: Thread, pending: int) -> None:
 # -- bulk copies ------------------------------------------------------------------------------------------------------
 def _check_bulk(thread: Thread, what: str, shared_address: int, nbytes: int, align: int) -> None:
     if shared_address % align:
-        raise thread.fault(faults.Misaligned, f"{what} at shared address {shared_address}, which is not a multiple of {align}")
+        raise thread.fault(
+            faults.Misaligned, f"{what} at shared address {shared_address}, which is not a multiple of {align}"
+        )
     if nbytes % 16 or nbytes <= 0:
         raise thread.fault(faults.Misaligned, f"{what} of {nbytes} bytes; the size must be a positive multiple of 16")
 
@@ -74,11 +81,12 @@ def bulk_load(thread: Thread, dst: int, src: int, nbytes: int, bar: int) -> None
     barrier = mbarrier(thread, bar, by_copy=True)
     _check_bulk(thread, "a bulk copy", dst, nbytes, 16)
     if src % 16:
-        raise thread.fault(faults.Misaligned, f"a bulk copy from global address {src:#x}, which is not a multiple of 16")
+        raise thread.fault(
+            faults.Misaligned, f"a bulk copy from global address {src:#x}, which is not a multiple of 16"
+        )
     shared, memory = thread.block.shared, thread.launch.memory
     data = memory.peek(src, nbytes, thread)
-    if shared.checks:
-        shared.check_write(dst, dst + nbytes, thread, barrier.epoch)
+    shared.check_write(dst, dst + nbytes, thread, barrier.epoch, proxy=True)
 
     def copy() -> None:
         shared.data[dst : dst + nbytes] = data
@@ -113,10 +121,13 @@ def _window(tensor: Any, coordinates: tuple[int, ...]) -> tuple[tuple[slice, ...
 def _tensor_box(thread: Thread, tensor: Any, coordinates: tuple[int, ...], address: int) -> tuple[int, np.ndarray]:
     """Bytes of a box and the shared addresses of its 16-byte chunks in order."""
     if not hasattr(tensor, "swizzle"):
-        raise thread.fault(faults.OutOfBounds, f"a tensor copy is given {type(tensor).__name__} where it needs a tensor map")
+        raise thread.fault(
+            faults.OutOfBounds, f"a tensor copy is given {type(tensor).__name__} where it needs a tensor map"
+        )
     if len(coordinates) != tensor.array.ndim:
         raise thread.fault(
-            faults.OutOfBounds, f"a tensor copy with {len(coordinates)} coordinates on a tensor map of rank {tensor.array.ndim}"
+            faults.OutOfBounds,
+            f"a tensor copy with {len(coordinates)} coordinates on a tensor map of rank {tensor.array.ndim}",
         )
     nbytes = int(np.prod(tensor.box)) * tensor.array.dtype.itemsize
     _check_bulk(thread, "a tensor copy", address, nbytes, 128)
@@ -129,8 +140,7 @@ def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: i
     nbytes, chunks = _tensor_box(thread, tensor, coordinates, dst)
     shared, memory = thread.block.shared, thread.launch.memory
     span = _span(tensor.swizzle, dst, nbytes)
-    if shared.checks:
-        shared.check_write(*span, thread, barrier.epoch)
+    shared.check_write(*span, thread, barrier.epoch, proxy=True)
     inside, within = _window(tensor, coordinates)
 
     def copy() -> None:
@@ -183,8 +193,8 @@ def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> No
 
 def _start_store(thread: Thread, lo: int, hi: int, copy: Any) -> None:
     epoch = thread.block.new_flight()
-    if thread.block.shared.checks:
-        thread.block.shared.check_read(lo, hi, thread, epoch, proxy=True)
+    thread.block.shared.check_read(lo, hi, thread, epoch, proxy=True)
+    thread.block.shared.issued[epoch] = thread.epoch
     thread.bulk_copies.append((lo, hi, epoch, copy))
 
 
@@ -197,7 +207,10 @@ def bulk_wait(thread: Thread, pending: int) -> None:
     """At most ``pending`` of the newest groups of copies out of shared memory stay in flight."""
     shared = thread.block.shared
     while len(thread.bulk_groups) > pending:
-        for lo, hi, epoch, copy in thread.bulk_groups.popleft():
+        group = thread.bulk_groups.popleft()
+        if group:
+            thread.tick()
+        for lo, hi, epoch, copy in group:
             copy()
             if shared.checks:
                 shared.restamp_reader(lo, hi, epoch, thread.epoch, thread)

@@ -45,13 +45,13 @@ class Memory:
     def read_shared(self, addresses: Any, nbytes: int) -> np.ndarray:
         shared = self.block.shared
         for thread, at in self._lanes(addresses):
-            shared.check_read(at, at + nbytes, thread, align=nbytes) if shared.checks else None
+            shared.check_read(at, at + nbytes, thread, align=nbytes)
         return shared.gather(np.asarray(addresses, np.int64), nbytes)
 
     def write_shared(self, addresses: Any, data: np.ndarray) -> None:
         shared, nbytes = self.block.shared, data.shape[-1]
         for thread, at in self._lanes(addresses):
-            shared.check_write(at, at + nbytes, thread, align=nbytes) if shared.checks else None
+            shared.check_write(at, at + nbytes, thread, align=nbytes)
         shared.scatter(np.asarray(addresses, np.int64), data)
 
     def read_global(self, addresses: Any, nbytes: int) -> np.ndarray:
@@ -117,9 +117,10 @@ def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> 
         raise thread.fault(
             faults.OutOfBounds, f"registers {at}..{at + count - 1} of a local array of {array.size} elements"
         )
-    if role != "out" and not array.init[at : at + count].all():
+    if role != "out" and not array.touched[at : at + count].all():
         raise thread.fault(
-            faults.UninitialisedRead, f"registers {at}..{at + count - 1} of a local array are used before they are all written"
+            faults.UninitialisedRead,
+            f"registers {at}..{at + count - 1} of a local array are used before they are all written",
         )
     return array.data[at : at + count]
 
@@ -139,13 +140,18 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
         def scalars(*args: Any) -> Any:
             values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
             if memory:
-                values.insert(0, Memory([getcurrent()]))
+                thread: Any = getcurrent()
+                if thread.op is not None:
+                    thread.flush()
+                values.insert(0, Memory([thread]))
             return _plain(emulate(*values))
 
         return scalars
 
     def call(*args: Any) -> Any:
         thread: Any = getcurrent()
+        if memory and thread.op is not None:
+            thread.flush()
         inputs: list[Any] = [Memory([thread])] if memory else []
         outputs = []
         for at, dtype, fragment in layout:
@@ -153,7 +159,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
                 inputs.append(_scalar(args[at], dtype))
                 continue
             array, first = args[at], int(args[at + 1])
-            array.settle()
+            array.settle(first, fragment.count)
             row = _rows(array, first, fragment.count, thread, fragment.role)
             if fragment.role != "out":
                 inputs.append(row)
@@ -166,8 +172,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
             value, results = _plain(results[0]), results[1:]
         for (array, first, count), result in zip(outputs, results, strict=False):
             array.data[first : first + count] = result
-            array.init[first : first + count] = True
-            array.stamp = thread.register_fences
+            array.touched[first : first + count] = thread.register_fences
         return value
 
     return call
@@ -177,6 +182,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
     layout = _layout(declared)
     size = GROUP_SIZE[declared.group]
     fragments = [at for at, _, f in layout if f]
+    counts = {at: f.count for at, _, f in layout if f}
     returns = declared.returns is not None
 
     def execute(op: Op, gang: Gang) -> None:
@@ -205,8 +211,8 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
         op = gang.post(thread, declared, args, key, execute)
         for at in fragments:
             array = args[at]
-            if array.flight is not None:
-                array.settle()
+            if array.flights:
+                array.settle(int(args[at + 1]), counts[at])
             array.op = op
         if returns:
             thread.flush()
@@ -231,9 +237,11 @@ def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thre
     if op.uniform and array.row + gang.size <= len(array.store.data):
         _rows(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
-        if array.store.init[rows, first : first + count].all():
+        if array.store.touched[rows, first : first + count].all():
             return array.store.data[rows, first : first + count]
-    return np.stack([_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)])
+    return np.stack(
+        [_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
+    )
 
 
 def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarray, threads: list[Thread]) -> None:
@@ -244,8 +252,8 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
         _rows(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
         array.store.data[rows, first : first + count] = result
-        array.store.init[rows, first : first + count] = True
+        array.store.touched[rows, first : first + count] = threads[0].register_fences
         return
     for a, thread, row in zip(op.args, threads, result, strict=True):
         _rows(a[at], int(a[at + 1]), count, thread, "out")[:] = row
-        a[at].init[int(a[at + 1]) : int(a[at + 1]) + count] = True
+        a[at].touched[int(a[at + 1]) : int(a[at + 1]) + count] = thread.register_fences

@@ -88,13 +88,17 @@ class Gang:
 class Exchange:
     """A meeting of the lanes named by a mask, each with a value, each getting one back (shuffles, votes, syncwarp)."""
 
-    __slots__ = ("kind", "members", "results", "values", "waiters")
+    __slots__ = ("first", "kind", "mask", "members", "results", "values", "waiters")
 
-    def __init__(self, kind: str, members: frozenset[int]):
-        self.kind, self.members = kind, members
+    def __init__(self, kind: str, mask: int, members: frozenset[int], first: int):
+        self.kind, self.mask, self.members, self.first = kind, mask, members, first
         self.values: dict[int, Any] = {}
         self.results: Any = None
         self.waiters: list[Thread] = []
+
+    def __str__(self) -> str:
+        absent = [self.first + lane for lane in self.members if lane not in self.values]
+        return f"{self.kind}, to which thread{'s' if len(absent) > 1 else ''} {faults.ranges(absent)} did not come"
 
 
 def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
@@ -107,21 +111,23 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
     mask = int(mask) & 0xFFFFFFFF
     if not mask >> lane & 1:
         raise thread.fault(
-            faults.DivergentCollective, f"lane {lane} executes {kind} with the mask {mask:#010x}, which does not name it"
+            faults.DivergentCollective,
+            f"lane {lane} executes {kind} with the mask {mask:#010x}, which does not name it",
         )
     waiting = block.exchanges.setdefault(warp, [])
     for exchange in waiting:
         if lane in exchange.members and lane not in exchange.values:
             break
     else:
-        exchange = Exchange(kind, block.lanes_of(mask))
+        exchange = Exchange(kind, mask, block.lanes_of(mask), warp * 32)
         missing = [i for i in exchange.members if warp * 32 + i >= block.size]
         if missing:
             raise thread.fault(
-                faults.DivergentCollective, f"the mask {mask:#010x} names lanes {faults.ranges(missing)}, which do not exist"
+                faults.DivergentCollective,
+                f"the mask {mask:#010x} names lanes {faults.ranges(missing)}, which do not exist",
             )
         waiting.append(exchange)
-    if exchange.kind != kind or exchange.members != block.lanes_of(mask):
+    if exchange.kind != kind or exchange.mask != mask:
         others = [warp * 32 + i for i in exchange.values]
         raise thread.fault(
             faults.DivergentCollective,
@@ -137,7 +143,7 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
             block.release(exchange.waiters)
     else:
         exchange.waiters.append(thread)
-        thread.wait(kind)
+        thread.wait(exchange)
     return exchange.results[lane] if exchange.results is not None else None
 
 

@@ -74,7 +74,8 @@ class GlobalMemory:
                 else f"; the nearest array is {near.name} of {near.hi - near.lo} bytes, {address - near.lo} bytes after its start"
             )
         raise thread.fault(
-            faults.OutOfBounds, f"a {nbytes}-byte {'store' if store else 'load'} at global address {address:#x} hits no array{how}"
+            faults.OutOfBounds,
+            f"a {nbytes}-byte {'store' if store else 'load'} at global address {address:#x} hits no array{how}",
         )
 
     def _align(self, address: int, nbytes: int, thread: Thread) -> None:

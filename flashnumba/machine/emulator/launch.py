@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 
 from flashnumba.machine import numba as room
 from flashnumba.machine.emulator import faults
@@ -22,7 +22,7 @@ from flashnumba.machine.emulator.execution import bind
 from flashnumba.machine.emulator.global_memory import GlobalMemory
 from flashnumba.machine.emulator.names import BUILTINS, CASTS, CUDA, MATH
 from flashnumba.machine.emulator.tensor_core import settings
-from flashnumba.machine.emulator.thread import Dim3
+from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange
 from flashnumba.machine.instruction import Instruction, runs_on
 
@@ -95,7 +95,15 @@ class Launch:
     """One launch; see :func:`launch`."""
 
     def __init__(
-        self, kernel: Kernel, grid: Any, block: Any, args: Sequence[Any], shared: int, arch: str, checks: bool, seed: int
+        self,
+        kernel: Kernel,
+        grid: Any,
+        block: Any,
+        args: Sequence[Any],
+        shared: int,
+        arch: str,
+        checks: bool,
+        seed: int,
     ):
         self.kernel, self.arch, self.checks, self.shared = kernel, arch, checks, int(shared)
         self.grid, self.block = _three("grid", grid), _three("block", block)
@@ -109,6 +117,7 @@ class Launch:
         self.ready: deque[Any] = deque()
         self.fresh: deque[Any] = deque()
         self.hub: Any = None
+        self.progress = 0  # counts what may let a polling thread go on
 
     def _check_limits(self) -> None:
         threads = math.prod(self.block)
@@ -132,7 +141,9 @@ class Launch:
     def _place(self, args: Sequence[Any]) -> tuple[Any, ...]:
         names = list(inspect.signature(self.kernel.function).parameters)
         if len(names) != len(args):
-            raise ValueError(f"{self.kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}")
+            raise ValueError(
+                f"{self.kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}"
+            )
         return tuple(self._argument(name, value) for name, value in zip(names, args, strict=True))
 
     def _argument(self, name: str, value: Any) -> Any:
@@ -151,7 +162,9 @@ class Launch:
             return value
         if isinstance(value, np.floating):
             return value
-        raise TypeError(f"argument {name} is {type(value).__name__}; a kernel takes NumPy arrays, numbers and tensor maps")
+        raise TypeError(
+            f"argument {name} is {type(value).__name__}; a kernel takes NumPy arrays, numbers and tensor maps"
+        )
 
     # -- running ------------------------------------------------------------------------------------------------------
     def body(self) -> None:
@@ -163,12 +176,17 @@ class Launch:
 
     def run(self) -> Report:
         self.hub = getcurrent()
+        if isinstance(self.hub, Thread):
+            raise TypeError("a kernel cannot launch a kernel: launch() was called by an emulated thread")
         order = [(x, y, z) for z, y, x in product(*(range(n) for n in reversed(self.grid)))]
+        if self.shuffle is not None:
+            self.shuffle(order)
         if self.kernel.concurrent:
             self._run([Block(self, index) for index in order])
         else:
             for index in order:
                 self._run([Block(self, index)])
+        self.hub = None
         return Report(self.memory.loaded, self.memory.stored, len(order), len(order) * math.prod(self.block))
 
     def _run(self, blocks: list[Block]) -> None:
@@ -187,6 +205,12 @@ class Launch:
         finally:
             ready.clear()
             fresh.clear()
+            for thread in threads:
+                # A greenlet left suspended would keep its frames, and they the block: the collector does not see into them.
+                if not thread.dead:
+                    thread.throw(GreenletExit)
+            for block in blocks:
+                block.__dict__.clear()
 
 
 def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:
@@ -203,12 +227,15 @@ def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:
             if isinstance(value, room.types.Type):
                 return CASTS.get(value, value)
             if isinstance(value, (Instruction, DeviceFunction)):
-                if id(value) not in memo:
+                key = id(value)
+                if key not in memo:
                     if isinstance(value, Instruction):
-                        memo[id(value)] = bind(value, arch)
+                        memo[key] = bind(value, arch)
                     else:
-                        memo[id(value)] = exchange(value.function, substitute, BUILTINS)
-                return memo[id(value)]
+                        # A function that calls itself finds this while its own copy is being made.
+                        memo[key] = lambda *args: memo[key](*args)
+                        memo[key] = exchange(value.function, substitute, BUILTINS)
+                return memo[key]
             return value
 
         kernel.cache[key] = exchange(kernel.function, substitute, BUILTINS)

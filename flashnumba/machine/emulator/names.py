@@ -17,6 +17,10 @@ from flashnumba.machine.numba import types
 
 __all__ = ["BUILTINS", "CASTS", "CUDA", "MATH", "shuffle", "vote"]
 
+POLLS = (
+    100_000  # atomics in vain by one thread, while nothing else in the launch happens, after which nothing ever will
+)
+
 
 # -- casts ------------------------------------------------------------------------------------------------------------
 def _integer_cast(numba_type: Any, dtype: Any) -> type:
@@ -76,7 +80,9 @@ class _Math:
 
 def _ufunc(name: str, ufunc: Any) -> Any:
     def call(*args: Any) -> Any:
-        return ufunc(*(np.float64(a) if isinstance(a, (int, float)) and not isinstance(a, np.floating) else a for a in args))
+        return ufunc(
+            *(np.float64(a) if isinstance(a, (int, float)) and not isinstance(a, np.floating) else a for a in args)
+        )
 
     call.__name__ = name
     return staticmethod(call)
@@ -148,7 +154,7 @@ class _Shared:
     def array(shape: Any, dtype: Any, alignment: int | None = None) -> SharedArray:
         thread: Any = getcurrent()
         frame = sys._getframe(1)
-        key = (frame.f_code, frame.f_lasti)
+        key = (frame.f_code, frame.f_lasti, id(frame.f_globals))  # copies of one function differ in their globals
         block = thread.block
         array = block.static.get(key)
         if array is None:
@@ -161,11 +167,13 @@ def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None
     data = block.shared.data
     if shape == (0,):
         at, count = block.dynamic_address, block.dynamic_bytes // dtype.itemsize
-        return SharedArray(block.shared, data[at : at + count * dtype.itemsize].view(dtype), at, "dynamic shared memory")
+        return SharedArray(
+            block.shared, data[at : at + count * dtype.itemsize].view(dtype), at, "dynamic shared memory"
+        )
     align = alignment or dtype.itemsize
     at = (block.static_end + align - 1) // align * align
     nbytes = int(np.prod(shape)) * dtype.itemsize
-    block.static_end = at + nbytes
+    block.static_end = block.shared.end = at + nbytes
     if block.static_end > block.shared.size or block.static_end - block.dynamic_bytes > 48 * 1024 + 16:
         raise thread.fault(
             faults.LaunchLimit,
@@ -182,11 +190,10 @@ class _Local:
     def array(shape: Any, dtype: Any, alignment: int | None = None) -> LocalArray:
         thread: Any = getcurrent()
         frame = sys._getframe(1)
-        key = (frame.f_code, frame.f_lasti)
+        key = (frame.f_code, frame.f_lasti, id(frame.f_globals))
         array = thread.locals.get(key)
         if array is not None:
-            array.settle()
-            array.init[...] = False
+            array.as_new()
             return array
         size = tuple(shape) if isinstance(shape, (tuple, list)) else (int(shape),)
         first = thread.tid // 128 * 128
@@ -210,6 +217,8 @@ def _atomic(name: str, new: Any) -> Any:
         thread: Any = getcurrent()
         at = array.offset(index) + array.address
         if isinstance(array, SharedArray):
+            if thread.op is not None:
+                thread.flush()
             if array.memory.checks:
                 array.memory.check_atomic(at, at + array.itemsize, thread)
         else:
@@ -220,6 +229,10 @@ def _atomic(name: str, new: Any) -> Any:
         old = array.data.item(index) if array.integer else array.data[index]
         value = new(old, *args)
         array.data[index] = wrapped(value, array.data.dtype) if array.integer else value
+        if array.data[index] == old:  # perhaps it waits for somebody else to change it
+            thread.poll(f"a change of {array.name} by an atomic of another thread", POLLS)
+        else:
+            thread.launch.progress += 1
         return old
 
     call.__name__ = name
@@ -265,7 +278,7 @@ class _Cuda:
     def syncthreads() -> None:
         thread: Any = getcurrent()
         frame = sys._getframe(1)
-        thread.block.syncthreads(thread, (frame.f_code, frame.f_lasti))
+        thread.block.syncthreads(thread, (frame.f_code, frame.f_lasti, id(frame.f_globals), frame.f_back.f_lasti))
 
     @staticmethod
     def syncwarp(mask: int = 0xFFFFFFFF) -> None:
@@ -288,7 +301,9 @@ class _Cuda:
 
     @staticmethod
     def threadfence() -> None:
-        """Blocks run on one memory here: a fence has nothing to do."""
+        """With atomics it orders accesses to shared memory; global memory is one for all blocks here."""
+        thread: Any = getcurrent()
+        thread.fence_memory()
 
     threadfence_block = threadfence_system = threadfence
 
