@@ -9,11 +9,11 @@ knows a substitute for (``cuda``, instructions, device functions) exchanged.
 from __future__ import annotations
 
 import types as pytypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["DeviceFunction", "Kernel", "device", "exchange", "kernel", "source_names"]
+__all__ = ["DeviceFunction", "Kernel", "device", "exchange", "kernel", "named_values", "source_names"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +100,23 @@ def source_names(code: pytypes.CodeType) -> set[str]:
     return names
 
 
+def named_values(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Each global and closure variable that a function (or one nested in it) names, with its value.
+
+    Raises:
+        ValueError: a closure variable has no value yet.
+    """
+    module = function.__globals__
+    for name in sorted(source_names(function.__code__)):
+        if name in module:
+            yield name, module[name]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            raise ValueError(f"{function.__qualname__} names {name}, which its enclosing function never set") from None
+
+
 def exchange(
     function: Callable[..., Any], substitute: Callable[[Any], Any], extra: dict[str, Any] | None = None
 ) -> pytypes.FunctionType:
@@ -109,11 +126,15 @@ def exchange(
         function: a plain Python function; it is left as it is.
         substitute: returns what the target has in place of a value, or the value itself.
         extra: further globals, used where the function's module has no such name (stand-ins for builtins).
+
+    Raises:
+        ValueError: a closure variable has no value yet.
     """
-    module = function.__globals__
-    known = {name: substitute(module[name]) for name in source_names(function.__code__) if name in module}
+    module, free = function.__globals__, set(function.__code__.co_freevars)
+    seen = {name: substitute(value) for name, value in named_values(function)}
+    known = {name: value for name, value in seen.items() if name not in free}
     scope = {**module, **{k: v for k, v in (extra or {}).items() if k not in module}, **known}
-    cells = tuple(pytypes.CellType(substitute(cell.cell_contents)) for cell in function.__closure__ or ())
+    cells = tuple(pytypes.CellType(seen[name]) for name in function.__code__.co_freevars)
     clone = pytypes.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
     clone.__kwdefaults__ = function.__kwdefaults__
     clone.__qualname__, clone.__module__, clone.__doc__ = function.__qualname__, function.__module__, function.__doc__

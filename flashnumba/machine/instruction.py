@@ -1,8 +1,9 @@
 """How an instruction is declared: once, for the GPU, the emulator, the documentation and the conformance test.
 
-A declaration holds the PTX text with named operands (``%name``), the operands themselves, the smallest architecture, the
-group of threads that executes it together, and a function that does to NumPy arrays what the hardware does to registers.
-From it come a Numba intrinsic (inline assembly), the emulator's behaviour, a row of the instruction table, and a test.
+A declaration holds the PTX text with named operands (``%name``), the operands themselves, the smallest architecture,
+the group of threads that executes it together, and a function that does to NumPy arrays what the hardware does to
+registers. From it come a Numba intrinsic (inline assembly), the emulator's behaviour, a row of the instruction table,
+and a test.
 
 Inside a kernel a scalar operand is one argument. A *fragment* (several registers of a thread) is two: a local array and
 the index of its first register, so that one array can hold many fragments::
@@ -91,6 +92,7 @@ class Instruction:
         emulate: the behaviour, see :mod:`flashnumba.machine.emulator.execution`.
         family: the file it is declared in, for the documentation's table.
         doc: what it does, with the layout where there is one.
+        quick: ``emulate`` for one thread's plain numbers, where NumPy's overhead would rule; None where there is no need.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Instruction:
     emulate: Callable[..., Any]
     family: str
     doc: str
+    quick: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
         raise TypeError(f"{self.name} is an instruction: it runs inside a kernel, not on the host")
@@ -149,16 +152,25 @@ def instruction(
     group: str = "thread",
     effect: str = "none",
     doc: str = "",
+    quick: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Instruction]:
     """Declare an instruction by decorating its emulation; the emulation's docstring is the documentation.
 
+    ``quick`` makes the form for one thread's plain numbers from the emulation, to which it leaves uncommon values.
+
     Raises:
-        ValueError: the text names an operand that is not declared, or the other way round, or the name is taken.
+        ValueError: the text names an operand that is not declared, or the other way round; the name is taken; a type,
+            role, group, effect or architecture is unknown; or nothing would come of executing it.
     """
     if group not in ("thread", "warp", "warpgroup"):
         raise ValueError(f"group of {name} is {group!r}; it must be thread, warp or warpgroup")
     if effect not in ("none", "memory", "control"):
         raise ValueError(f"effect of {name} is {effect!r}; it must be none, memory or control")
+    if not re.fullmatch(r"\d{2,3}a?", str(arch)):
+        raise ValueError(f"arch of {name} is {arch!r}; it must be a compute capability such as 80 or '90a'")
+    _check_operands(name, operands, returns)
+    if effect == "none" and not returns and all(isinstance(o, Scalar) or o.role == "in" for o in operands):
+        raise ValueError(f"{name} has no output and no effect, so the compiler would drop it; declare its effect")
     declared = {o.name for o in operands} | ({"result"} if returns else set())
     named = set(re.findall(r"%([a-z_0-9]+)\b", ptx)) - _SPECIAL
     if named != declared:
@@ -170,6 +182,7 @@ def instruction(
         made = Instruction(
             name, ptx, operands, returns, str(arch), group, effect, emulate,
             family=emulate.__module__.rsplit(".", 1)[-1], doc=(doc or emulate.__doc__ or "").strip(),
+            quick=quick(emulate) if quick else None,
         )  # fmt: skip
         REGISTRY[name] = made
         return made
@@ -177,7 +190,28 @@ def instruction(
     return declare
 
 
-_SPECIAL = {"laneid", "clock", "clock64", "globaltimer", "smid", "warpid"}
+_SPECIAL = {"laneid", "clock", "clock64", "globaltimer", "smid", "warpid", "tid", "ntid", "ctaid", "nctaid"}
+
+
+def _check_operands(name: str, operands: tuple[Operand, ...], returns: str | None) -> None:
+    names = [o.name for o in operands]
+    if len(set(names)) < len(names) or "result" in names:
+        raise ValueError(f"{name}: operand names must differ from one another and from 'result', not {names}")
+    for operand in operands:
+        if isinstance(operand, Scalar):
+            known: set[str] = {*_TYPES, "b32", "array"}
+        else:
+            known = {*_TYPES} - {"pred"}
+            if operand.role not in ("in", "out", "inout"):
+                raise ValueError(f"{name}: role of {operand.name} is {operand.role!r}; it must be in, out or inout")
+            if operand.count < 1:
+                raise ValueError(f"{name}: {operand.name} has {operand.count} registers; it needs at least 1")
+        if operand.type not in known:
+            raise ValueError(f"{name}: type of {operand.name} is {operand.type!r}; it must be one of {sorted(known)}")
+    if returns == "b32" and not any(o.type == "b32" for o in operands):
+        raise ValueError(f"{name}: it returns the type of its first b32 operand, but has none")
+    if returns is not None and returns not in {*_TYPES, "b32"}:
+        raise ValueError(f"{name}: it returns {returns!r}; it must be one of {sorted({*_TYPES, 'b32'})}")
 
 
 def register_dtype(name: str) -> np.dtype | None:
@@ -206,8 +240,8 @@ def _make_intrinsic(declared: Instruction) -> Any:
     def typing(typingctx: Any, *args: Any) -> tuple[Any, Any]:
         return _typed(declared, args)
 
-    names = ", ".join(declared.arguments)
-    source = f"def {declared.name}(typingctx{', ' + names if names else ''}):\n    return typing(typingctx{', ' + names if names else ''})\n"
+    names = ", ".join(("typingctx", *declared.arguments))
+    source = f"def {declared.name}({names}):\n    return typing({names})\n"
     scope: dict[str, Any] = {"typing": typing}
     exec(source, scope)
     return intrinsic(scope[declared.name])
@@ -220,10 +254,14 @@ def _typed(declared: Instruction, args: tuple[Any, ...]) -> tuple[Any, Any]:
     for operand in declared.operands:
         arg = next(given)
         if isinstance(operand, Fragment):
-            next(given)
+            at = next(given)
             element = _TYPES[operand.type]
-            if not isinstance(arg, types.Array) or arg.dtype != element.numba:
-                raise TypeError(f"{declared.name}: {operand.name} must be a local array of {element.numba}, not {arg}")
+            if not isinstance(arg, types.Array) or arg.dtype != element.numba or (arg.ndim, arg.layout) != (1, "C"):
+                raise TypeError(
+                    f"{declared.name}: {operand.name} must be a local array of {element.numba} with one axis, not {arg}"
+                )
+            if not isinstance(at, types.Integer):
+                raise TypeError(f"{declared.name}: {operand.name}_at must be an integer, not {at}")
             wanted += [arg, types.int64]
             registers.append(element)
         elif operand.type == "array":
@@ -239,8 +277,13 @@ def _typed(declared: Instruction, args: tuple[Any, ...]) -> tuple[Any, Any]:
             wanted.append(plain)
             registers.append(_TYPES[_ANY32[plain]])
         else:
-            wanted.append(_TYPES[operand.type].numba)
-            registers.append(_TYPES[operand.type])
+            register = _TYPES[operand.type]
+            # Numba would convert a float to an integer without a word.
+            whole = (types.Integer, types.Boolean)
+            if not isinstance(arg, whole if isinstance(register.numba, whole) else (types.Float, *whole)):
+                raise TypeError(f"{declared.name}: {operand.name} must be {register.numba}, not {arg}")
+            wanted.append(register.numba)
+            registers.append(register)
     name = generic if declared.returns == "b32" else declared.returns
     result = _TYPES[name] if name else None
     signature = (result.numba if result else types.void)(*wanted)
@@ -307,12 +350,17 @@ def _assemble(
     passed = [v for _, v in tied] + [v for _, v in inputs]
     function = ir.FunctionType(returned, [v.type for v in passed])
     lasting = declared.effect != "none"
-    called = builder.call(ir.InlineAsm(function, assembly, ",".join(constraints), side_effect=lasting), passed)
+    # What a warp executes together must not be moved under a condition that only some of its threads meet.
+    together = () if declared.group == "thread" else ("convergent",)
+    asm = ir.InlineAsm(function, assembly, ",".join(constraints), side_effect=lasting)
+    called = builder.call(asm, passed, attrs=together)
     answer = context.get_dummy_value()
     for i, (register, pointer) in enumerate(outputs):
         value = called if len(outputs) == 1 else builder.extract_value(called, i)
         if pointer is not None:
             builder.store(value, pointer)
+        elif register.name == "pred":
+            answer = builder.icmp_unsigned("!=", value, ir.Constant(ir.IntType(32), 0))
         else:
-            answer = builder.icmp_unsigned("!=", value, ir.Constant(ir.IntType(32), 0)) if register.name == "pred" else value
+            answer = value
     return answer

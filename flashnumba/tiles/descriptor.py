@@ -39,7 +39,12 @@ def make_descriptor(swizzle: int) -> DeviceFunction:
     @device
     def descriptor(address, leading, stride):
         low = uint64((address & uint32(0x3FFFF)) >> uint32(4))
-        return low | (uint64(leading >> 4) << uint64(16)) | (uint64(stride >> 4) << uint64(32)) | (uint64(mode) << uint64(62))
+        return (
+            low
+            | (uint64(leading >> 4) << uint64(16))
+            | (uint64(stride >> 4) << uint64(32))
+            | (uint64(mode) << uint64(62))
+        )
 
     return descriptor
 

@@ -150,7 +150,9 @@ def make_kernel(broken=""):
             phase = uint32((j // STAGES) & 1)
             for kind in range(2):
                 if not no_empty:
-                    mbarrier_wait(barrier_of(bars, K_EMPTY + kind, slot), phase ^ uint32(1))  # consumers let the slot go
+                    mbarrier_wait(
+                        barrier_of(bars, K_EMPTY + kind, slot), phase ^ uint32(1)
+                    )  # consumers let the slot go
                 full = barrier_of(bars, kind, slot)
                 mbarrier_arrive_expect_tx(full, uint32(TILE_BYTES + short_bytes))
                 if kind == 0:
@@ -166,7 +168,9 @@ def make_kernel(broken=""):
             norm = float32(1) / quad_sum(l[half])
             dst = address + uint64((row + 8 * half) * row_bytes + (lane & 3) * 4)
             for i in range(D // 8):
-                st_global_b32(dst + uint64(i * 16), pack_f16x2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm))
+                st_global_b32(
+                    dst + uint64(i * 16), pack_f16x2(o[4 * i + 2 * half] * norm, o[4 * i + 2 * half + 1] * norm)
+                )
 
     @device
     def leader():

@@ -229,10 +229,8 @@ class SharedArray(_Strided):
         return SharedArray(self.memory, data, address, self.name)
 
     def __getitem__(self, i: Any) -> Any:
-        if (
-            i.__class__ is slice
-            or self.ndim > 1
-            and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
+        if i.__class__ is slice or (
+            self.ndim > 1 and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
         ):
             return self.part(i)
         at = self.address + self.offset(i)
@@ -269,10 +267,8 @@ class GlobalArray(_Strided):
         return GlobalArray(self.memory, data, address, self.name)
 
     def __getitem__(self, i: Any) -> Any:
-        if (
-            i.__class__ is slice
-            or self.ndim > 1
-            and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
+        if i.__class__ is slice or (
+            self.ndim > 1 and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
         ):
             return self.part(i)
         self.offset(i)

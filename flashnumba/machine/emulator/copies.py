@@ -144,7 +144,7 @@ def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: i
     inside, within = _window(tensor, coordinates)
 
     def copy() -> None:
-        tile = np.zeros(tensor.box, tensor.array.dtype)
+        tile = np.full(tensor.box, np.nan if getattr(tensor, "fill", "zero") == "nan" else 0, tensor.array.dtype)
         tile[within] = tensor.array[inside]
         memory.loaded += tile[within].nbytes
         shared.scatter(chunks, tile.reshape(-1).view(np.uint8).reshape(-1, 16))

@@ -66,6 +66,29 @@ class Memory:
             memory.store(at, row, thread)
 
 
+class ThreadMemory:
+    """The same for one thread: an address is one integer, data one row of bytes."""
+
+    def __init__(self, thread: Thread):
+        self.thread, self.block = thread, thread.block
+
+    def read_shared(self, address: Any, nbytes: int) -> np.ndarray:
+        shared, at = self.block.shared, int(address)
+        shared.check_read(at, at + nbytes, self.thread, align=nbytes)
+        return shared.data[at : at + nbytes].copy()
+
+    def write_shared(self, address: Any, data: np.ndarray) -> None:
+        shared, at, nbytes = self.block.shared, int(address), data.shape[-1]
+        shared.check_write(at, at + nbytes, self.thread, align=nbytes)
+        shared.data[at : at + nbytes] = data
+
+    def read_global(self, address: Any, nbytes: int) -> np.ndarray:
+        return self.block.launch.memory.load(int(address), nbytes, self.thread).copy()
+
+    def write_global(self, address: Any, data: np.ndarray) -> None:
+        self.block.launch.memory.store(int(address), data, self.thread)
+
+
 def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     """The function that stands for an instruction in an emulated kernel."""
     if not runs_on(arch, declared.arch):
@@ -73,6 +96,8 @@ def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     if declared.effect == "control":
         emulate = declared.emulate
         return lambda *args: emulate(getcurrent(), *args)
+    if declared.quick is not None:
+        return declared.quick
     if declared.group == "thread":
         return _for_thread(declared)
     return _for_group(declared)
@@ -143,7 +168,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
                 thread: Any = getcurrent()
                 if thread.op is not None:
                     thread.flush()
-                values.insert(0, Memory([thread]))
+                values.insert(0, ThreadMemory(thread))
             return _plain(emulate(*values))
 
         return scalars
@@ -152,7 +177,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
         thread: Any = getcurrent()
         if memory and thread.op is not None:
             thread.flush()
-        inputs: list[Any] = [Memory([thread])] if memory else []
+        inputs: list[Any] = [ThreadMemory(thread)] if memory else []
         outputs = []
         for at, dtype, fragment in layout:
             if fragment is None:

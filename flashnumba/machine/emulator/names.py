@@ -23,34 +23,33 @@ POLLS = (
 
 
 # -- casts ------------------------------------------------------------------------------------------------------------
-def _integer_cast(numba_type: Any, dtype: Any) -> type:
-    """A type that cuts integers to a width as a register does; kernels hold integers as Python's, which are 64 bits wide
-    in Numba's arithmetic too."""
-    bits, signed = np.dtype(dtype).itemsize * 8, np.dtype(dtype).kind == "i"
-    mask, half = (1 << bits) - 1, 1 << (bits - 1)
+def _integer_cast(name: str) -> Any:
+    """A function that cuts integers to a width as a register does, and says which dtype it stands for. Kernels hold integers
+    as Python's, which are 64 bits wide in Numba's arithmetic too."""
+    dtype = np.dtype(name)
+    mask = (1 << dtype.itemsize * 8) - 1
+    half = (mask >> 1) + 1
 
-    def new(cls: type, value: Any = 0) -> int:
-        value = int(value) & mask
-        return value - mask - 1 if signed and value & half else value
+    def unsigned(value: Any = 0) -> int:
+        return int(value) & mask
 
-    return type(str(numba_type), (), {"__new__": new, "dtype": np.dtype(dtype)})
+    def signed(value: Any = 0) -> int:
+        return ((int(value) + half) & mask) - half
+
+    cast: Any = signed if dtype.kind == "i" else unsigned
+    cast.__name__, cast.dtype = name, dtype
+    return cast
 
 
 CASTS: dict[Any, Any] = {
     **{getattr(types, f"float{n}"): np.dtype(f"float{n}").type for n in (16, 32, 64)},
-    **{
-        getattr(types, f"{s}int{n}"): _integer_cast(getattr(types, f"{s}int{n}"), f"{s}int{n}")
-        for s in ("", "u")
-        for n in (8, 16, 32, 64)
-    },
+    **{getattr(types, f"{s}int{n}"): _integer_cast(f"{s}int{n}") for s in ("", "u") for n in (8, 16, 32, 64)},
     types.boolean: bool,
 }
 
 
 def _dtype(given: Any) -> np.dtype:
-    if given is bool:
-        return np.dtype(bool)
-    own = given.__dict__.get("dtype") if isinstance(given, type) else None
+    own = getattr(given, "dtype", None)
     return own if isinstance(own, np.dtype) else np.dtype(given)
 
 

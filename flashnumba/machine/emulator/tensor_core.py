@@ -73,19 +73,21 @@ class Rule:
         fraction_bits: bits kept below the largest exponent when terms are aligned.
         chunk: products added in one step.
         result_bits: fraction bits of a step's result (23: a full float32; 13: FP8 units, whose accumulator is shorter).
-        through: the operands are first converted to this format, which has other subnormals.
+        as_f16: the unit lacks FP8: the assembler converts to float16 and issues two steps of 16. The first takes the
+            two low bytes of every register (k mod 4 in 0, 1), the second the two high ones; they start from zero, and
+            the accumulator is added last, by an ordinary float32 addition.
     """
 
     fraction_bits: int
     chunk: int
     result_bits: int = 23
-    through: str | None = None
+    as_f16: bool = False
 
 
 _TURING = {"f16": Rule(24, 8)}
 _AMPERE = {"f16": Rule(24, 8), "bf16": Rule(24, 8)}
 _ADA = {**_AMPERE, "fp8": Rule(13, 16, 13)}
-_HOPPER = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(25, 16, through="f16")}
+_HOPPER = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(25, 16, as_f16=True)}
 _HOPPER_WGMMA = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(13, 32, 13)}
 _RTX_BLACKWELL = {"f16": Rule(25, 16), "bf16": Rule(25, 16), "fp8": Rule(25, 32)}
 
@@ -93,13 +95,13 @@ RULES: dict[tuple[str, int], dict[str, Rule]] = {
     ("mma", 75): _TURING,
     ("mma", 80): _AMPERE,
     ("mma", 89): _ADA,
-    # mma.sync on FP8 operands is compiled to conversions and two f16 steps here; only wgmma computes in FP8.
+    # Only wgmma computes in FP8 here.
     ("mma", 90): _HOPPER,
     ("wgmma", 90): _HOPPER_WGMMA,
     ("mma", 120): _RTX_BLACKWELL,
 }
 """(unit, first compute capability that has it) -> operand format -> numbers. Data-centre Blackwell's mma.sync is taken
-to be Hopper's. Source: MMA-Sim; the FP8 row of Hopper's mma.sync from the compiled code."""
+to be Hopper's. Source: MMA-Sim; for FP8 in Hopper's mma.sync, the machine code that ptxas 13.5 makes of it."""
 
 
 def rule_for(unit: str, operand: str, arch: str | None = None) -> Rule:
@@ -134,9 +136,19 @@ def dot(
         ``[..., M, N]`` float32.
     """
     if not settings.exact:
-        return np.matmul(a, b) + c
+        with np.errstate(all="ignore"):
+            return np.matmul(a, b) + c
     rule = rule_for(unit, a_format, arch)
-    lowest = (FORMATS[rule.through or a_format], FORMATS[rule.through or b_format or a_format])
+    lowest = FORMATS[a_format], FORMATS[b_format or a_format]
+    if rule.as_f16:
+        k = np.arange(a.shape[-1])
+        k = np.concatenate([k[k % 4 < 2], k[k % 4 >= 2]])
+        total = fused_dot(
+            a[..., k], b[..., k, :], np.zeros_like(c), fraction_bits=rule.fraction_bits, chunk=rule.chunk
+        )  # float16's smallest exponent is fused_dot's default
+        with np.errstate(all="ignore"):
+            total += c
+        return np.where(np.isnan(total), _NAN.view(np.float32), total)
     return fused_dot(
         a, b, c, fraction_bits=rule.fraction_bits, chunk=rule.chunk, result_bits=rule.result_bits, lowest=lowest
     )
@@ -155,7 +167,7 @@ def _exponent_table(lowest: int) -> np.ndarray:
     return table
 
 
-_ACCUMULATOR = np.maximum(_FIELD, 1) - 127  # zero and subnormal accumulators align at -126
+_ACCUMULATOR = np.where(_FIELD, _FIELD - 127, -400)  # a zero accumulator never sets the alignment
 
 
 def _exponents(values: np.ndarray, lowest: int) -> np.ndarray:
@@ -195,7 +207,7 @@ def fused_dot(
     with np.errstate(all="ignore"):
         for k in range(0, len(a), chunk):
             at = slice(k, k + chunk)
-            c = _step(a[at], b[at], c, exponents[0][at], exponents[1][at], fraction_bits)
+            c = _step(a[at], b[at], c, exponents[0][at], exponents[1][at], fraction_bits, min(lowest) == -126)
             if result_bits < 23:
                 c.view(np.uint32)[...] &= np.uint32(0xFFFFFFFF << (23 - result_bits) & 0xFFFFFFFF)
                 c[np.isnan(c)] = _NAN.view(np.float32)
@@ -203,11 +215,18 @@ def fused_dot(
 
 
 def _step(
-    a: np.ndarray, b: np.ndarray, c: np.ndarray, a_exponent: np.ndarray, b_exponent: np.ndarray, fraction_bits: int
-) -> np.ndarray:
-    """One step: ``a`` [k, ..., M, 1] and ``b`` [k, ..., 1, N] in float64, ``c`` [..., M, N] float32."""
+    a: np.ndarray, b: np.ndarray, c: np.ndarray, a_exponent: np.ndarray, b_exponent: np.ndarray, fraction_bits: int,
+    tiny: bool,
+) -> np.ndarray:  # fmt: skip
+    """One step: ``a`` [k, ..., M, 1] and ``b`` [k, ..., 1, N] in float64, ``c`` [..., M, N] float32.
+
+    ``tiny``: products may be smaller than any float32, so that subnormal accumulators and underflow matter.
+    """
     top = np.maximum.reduce(a_exponent + b_exponent, axis=0)
-    top = np.maximum(top, _ACCUMULATOR.take(c.view(np.uint32) >> 23))
+    field = c.view(np.uint32) >> 23
+    top = np.maximum(top, _ACCUMULATOR.take(field))
+    if tiny:
+        top = np.where((field & 0xFF == 0) & (c != 0), np.maximum(top, -126), top)
     # Powers of two by their bit patterns: the exponents are within float64's.
     scale = ((1023 + fraction_bits - top) << 52).view(np.float64)
     terms = a * b
@@ -221,6 +240,8 @@ def _step(
     magnitude = np.abs(total)
     bits = result.view(np.uint32)
     bits -= np.abs(result) > magnitude
+    if tiny:
+        result[(result == 0) & (total != 0)] = 0.0  # what underflows loses its sign
     if not np.maximum.reduce(magnitude, axis=None, initial=0.0) < 2.0**128:
         result[magnitude >= 2.0**128] = np.copysign(np.float32(np.inf), total[magnitude >= 2.0**128])
         bits[np.isnan(total)] = _NAN

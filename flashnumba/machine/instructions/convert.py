@@ -13,11 +13,12 @@ Source: PTX ISA, "cvt", "ex2", "lg2", "rcp", "sqrt", "rsqrt".
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flashnumba.machine.instruction import Instruction, Scalar, instruction
+from flashnumba.machine.instructions import plain
 from flashnumba.machine.instructions.formats import canonical, decode, encode
 
 __all__ = [
@@ -55,6 +56,9 @@ __all__ = [
 ]
 
 
+Quick = Callable[[Callable[..., Any]], Callable[..., Any]] | None
+
+
 class Bound(NamedTuple):
     """How far hardware may be from the exact result: ``max(ulps units in the last place, absolute)``."""
 
@@ -80,7 +84,9 @@ def _flushed(x: np.ndarray) -> np.ndarray:
     return x * (np.abs(x) >= _SMALLEST)
 
 
-def _approximation(name: str, opcode: str, function: Callable[[np.ndarray], np.ndarray], doc: str) -> Instruction:
+def _approximation(
+    name: str, opcode: str, function: Callable[[np.ndarray], np.ndarray], doc: str, quick: Quick = None
+) -> Instruction:
     def emulate(x: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):
             exact = function(np.float64(_flushed(x)))
@@ -95,12 +101,15 @@ def _approximation(name: str, opcode: str, function: Callable[[np.ndarray], np.n
         (Scalar("x", "f32"),),
         returns="f32",
         doc=f"{doc} Subnormal inputs and results are flushed to zero. Hardware is within {within}.",
+        quick=quick,
     )(emulate)
 
 
-ex2_approx = _approximation("ex2_approx", "ex2", np.exp2, "2 to the power x.")
+ex2_approx = _approximation("ex2_approx", "ex2", np.exp2, "2 to the power x.", plain.ex2)
 lg2_approx = _approximation("lg2_approx", "lg2", np.log2, "Logarithm of x to base 2; NaN for negative x.")
-rcp_approx = _approximation("rcp_approx", "rcp", np.reciprocal, "1 / x; infinity of its sign for a zero.")
+rcp_approx = _approximation(
+    "rcp_approx", "rcp", np.reciprocal, "1 / x; infinity of its sign for a zero.", plain.reciprocal
+)
 rsqrt_approx = _approximation("rsqrt_approx", "rsqrt", lambda x: 1.0 / np.sqrt(x), "1 / sqrt(x); NaN for negative x.")
 sqrt_approx = _approximation("sqrt_approx", "sqrt", np.sqrt, "Square root; NaN for negative x.")
 
@@ -110,7 +119,7 @@ def _joined(low: np.ndarray, high: np.ndarray, bits: int) -> np.ndarray:
     return (low.astype(kind) | high.astype(kind) << kind(bits))[()]
 
 
-def _pack(name: str, form: str, ptx: str, returns: str, arch: str, doc: str) -> Instruction:
+def _pack(name: str, form: str, ptx: str, returns: str, arch: str, doc: str, quick: Quick = None) -> Instruction:
     bits = 8 if returns == "u16" else 16
 
     def emulate(low: np.ndarray, high: np.ndarray) -> np.ndarray:
@@ -118,7 +127,7 @@ def _pack(name: str, form: str, ptx: str, returns: str, arch: str, doc: str) -> 
 
     emulate.__module__ = __name__
     operands = (Scalar("low", "f32"), Scalar("high", "f32"))
-    return instruction(name, ptx, operands, returns=returns, arch=arch, doc=doc)(emulate)
+    return instruction(name, ptx, operands, returns=returns, arch=arch, doc=doc, quick=quick)(emulate)
 
 
 # sm_75 has no packed conversion; on later GPUs the assembler joins the two into one.
@@ -129,6 +138,7 @@ pack_f16x2 = _pack(
     "u32",
     "75",
     "Two float32 to float16, ``low`` in the lower half. Overflow gives infinity.",
+    plain.pack_f16,
 )
 pack_bf16x2 = _pack(
     "pack_bf16x2",
@@ -137,6 +147,7 @@ pack_bf16x2 = _pack(
     "u32",
     "80",
     "Two float32 to bfloat16, ``low`` in the lower half.",
+    plain.pack_bf16,
 )
 pack_e4m3x2 = _pack(
     "pack_e4m3x2",
@@ -179,12 +190,11 @@ pack_e5m2x4 = _pack4("e5m2")
 
 def _to_f16x2(form: str, part: str) -> Instruction:
     """FP8 to two float16: from a 16-bit register, or from one half of a 32-bit one."""
+    table = encode(decode(np.arange(256, dtype=np.uint8), form), "f16")
 
     def emulate(x: np.ndarray) -> np.ndarray:
-        x = np.asarray(x)
-        pair = x if part == "" else (x >> np.uint32(16 if part == "high" else 0)).astype(np.uint16)
-        values = encode(decode(pair[..., None], form), "f16")
-        return _joined(values[..., 0], values[..., 1], 16)
+        pair = x >> np.uint32(16) if part == "high" else x
+        return _joined(table[pair & 0xFF], table[pair >> 8 & 0xFF], 16)
 
     emulate.__module__ = __name__
     cvt = f"cvt.rn.f16x2.{form}x2 %result"
@@ -209,10 +219,14 @@ e5m2x4_low_to_f16x2 = _to_f16x2("e5m2", "low")
 e5m2x4_high_to_f16x2 = _to_f16x2("e5m2", "high")
 
 
+_ALL16 = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+
+
 def _from_f16x2(form: str) -> Instruction:
+    table = encode(decode(_ALL16, "f16"), form)
+
     def emulate(x: np.ndarray) -> np.ndarray:
-        codes = encode(decode(np.asarray(x)[..., None], "f16"), form)
-        return _joined(codes[..., 0], codes[..., 1], 8)
+        return _joined(table[x & 0xFFFF], table[x >> 16], 8)
 
     emulate.__module__ = __name__
     return instruction(
@@ -230,13 +244,15 @@ f16x2_to_e5m2x2 = _from_f16x2("e5m2")
 
 
 def _half(name: str, form: str, shift: int, ptx: str, doc: str, operand: str = "u32", arch: str = "75") -> Instruction:
+    table = decode(_ALL16, form)
+
     def emulate(x: np.ndarray) -> np.ndarray:
-        code = (np.asarray(x).astype(np.uint32) >> np.uint32(shift)).astype(np.uint16)
-        values = decode(code[..., None], form)[..., 0]
-        return canonical(values)[()] if form == "f16" else values[()]
+        return table[x >> shift & 0xFFFF]
 
     emulate.__module__ = __name__
-    return instruction(name, ptx, (Scalar("x", operand),), returns="f32", arch=arch, doc=doc)(emulate)
+    wide = np.uint16 if operand == "u16" else np.uint32
+    quick = (lambda _: plain.half_of(shift)) if form == "f16" else plain.widened_bf16(shift, wide)
+    return instruction(name, ptx, (Scalar("x", operand),), returns="f32", arch=arch, doc=doc, quick=quick)(emulate)
 
 
 _SPLIT = "{ .reg .b16 l, h; mov.b32 {l, h}, %x; cvt.f32.f16 %result, "
@@ -279,13 +295,13 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     return encode(x, "bf16")[()]
 
 
-@instruction("f32_to_bits", "mov.b32 %result, %x;", (Scalar("x", "f32"),), returns="u32")
+@instruction("f32_to_bits", "mov.b32 %result, %x;", (Scalar("x", "f32"),), returns="u32", quick=plain.bits_of)
 def f32_to_bits(x: np.ndarray) -> np.ndarray:
     """The bits of a float32."""
     return x.view(np.uint32)
 
 
-@instruction("bits_to_f32", "mov.b32 %result, %x;", (Scalar("x", "u32"),), returns="f32")
+@instruction("bits_to_f32", "mov.b32 %result, %x;", (Scalar("x", "u32"),), returns="f32", quick=plain.float_of)
 def bits_to_f32(x: np.ndarray) -> np.ndarray:
     """The float32 of given bits."""
     return x.view(np.float32)

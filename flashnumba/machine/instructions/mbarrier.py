@@ -24,7 +24,11 @@ _BAR = Scalar("bar", "u32")
 
 
 @instruction(
-    "mbarrier_init", "mbarrier.init.shared::cta.b64 [%bar], %count;", (_BAR, Scalar("count", "u32")), arch="80", effect="control"
+    "mbarrier_init",
+    "mbarrier.init.shared::cta.b64 [%bar], %count;",
+    (_BAR, Scalar("count", "u32")),
+    arch="80",
+    effect="control",
 )
 def mbarrier_init(thread: Any, bar: int, count: int) -> None:
     """Make the 8 bytes at ``bar`` an mbarrier whose phases take ``count`` arrivals."""

@@ -103,5 +103,5 @@ def red_add_release_gpu_u32(memory: Any, addr: np.ndarray, value: np.ndarray) ->
     effect="memory",
 )
 def atom_add_acq_rel_gpu_u32(memory: Any, addr: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Add to a uint32 in global memory and return what was there, so that the last block to come knows; does both orders."""
+    """Add to a uint32 in global memory; returns what was there, so the last block knows it. Acquires and releases."""
     return _add(memory, addr, value)

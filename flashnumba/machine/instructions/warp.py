@@ -49,7 +49,12 @@ _VOTE = "{ .reg .pred p, q; setp.ne.b32 p, %predicate, 0; vote.sync.%MODE.pred q
 
 
 @instruction(
-    "vote_all", _VOTE.replace("%MODE", "all"), (Scalar("predicate", "pred"),), returns="pred", group="warp", effect="control"
+    "vote_all",
+    _VOTE.replace("%MODE", "all"),
+    (Scalar("predicate", "pred"),),
+    returns="pred",
+    group="warp",
+    effect="control",
 )
 def vote_all(thread: Any, predicate: Any) -> bool:
     """Whether the predicate is true on every lane."""
@@ -57,7 +62,12 @@ def vote_all(thread: Any, predicate: Any) -> bool:
 
 
 @instruction(
-    "vote_any", _VOTE.replace("%MODE", "any"), (Scalar("predicate", "pred"),), returns="pred", group="warp", effect="control"
+    "vote_any",
+    _VOTE.replace("%MODE", "any"),
+    (Scalar("predicate", "pred"),),
+    returns="pred",
+    group="warp",
+    effect="control",
 )
 def vote_any(thread: Any, predicate: Any) -> bool:
     """Whether the predicate is true on some lane."""

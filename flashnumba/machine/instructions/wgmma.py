@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from flashnumba.machine.emulator import matrix_engine
-from flashnumba.machine.instruction import Fragment, Instruction, Scalar, instruction
+from flashnumba.machine.instruction import REGISTRY, Fragment, Instruction, Scalar, instruction
 
 __all__ = ["wgmma", "wgmma_commit", "wgmma_fence", "wgmma_wait"]
 
@@ -34,7 +34,6 @@ _TYPES: dict[str, Any] = {
 }
 
 
-@cache
 def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_major: str = "k") -> Instruction:
     """The instruction for one shape and type: ``instr(acc, acc_at, a, b, accumulate)``.
 
@@ -55,17 +54,27 @@ def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_m
     if dtype not in _TYPES:
         raise ValueError(f"wgmma of {dtype!r}; it must be one of {', '.join(_TYPES)}")
     if a not in ("shared", "registers") or a_major not in ("k", "mn") or b_major not in ("k", "mn"):
-        raise ValueError(f"wgmma with a={a!r}, a_major={a_major!r}, b_major={b_major!r}; a is shared or registers, majors k or mn")
+        raise ValueError(
+            f"wgmma with a={a!r}, a_major={a_major!r}, b_major={b_major!r}; a is shared or registers, majors k or mn"
+        )
     fp8 = dtype.startswith("e")
     if "mn" in (a_major, b_major) and fp8:
         raise ValueError(f"wgmma of {dtype} takes K-major operands only")
     if a == "registers" and a_major == "mn":
         raise ValueError("wgmma with A in registers has no major axis to choose")
     k, in_registers = (32 if fp8 else 16), a == "registers"
-    transposes = "" if fp8 else f", {int(b_major == 'mn')}" if in_registers else f", {int(a_major == 'mn')}, {int(b_major == 'mn')}"
+    transposes = (
+        ""
+        if fp8
+        else f", {int(b_major == 'mn')}"
+        if in_registers
+        else f", {int(a_major == 'mn')}, {int(b_major == 'mn')}"
+    )
     first = Fragment("a", "u32", 4, "in") if in_registers else Scalar("a", "u64")
     suffix = ("rs" if in_registers else "ss") + (f"_{a_major}_{b_major}" if "mn" in (a_major, b_major) else "")
     name = f"wgmma_m64n{n}k{k}_{dtype}_{suffix}"
+    if name in REGISTRY:
+        return REGISTRY[name]
     shape = matrix_engine.Shape(n, dtype, _TYPES[dtype], in_registers, a_major == "mn", b_major == "mn")
     declare = instruction(
         name,
