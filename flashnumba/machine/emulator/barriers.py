@@ -257,7 +257,7 @@ def change_registers(thread: Thread, wanted: int, grow: bool) -> None:
     """
     thread.flush()
     block = thread.block
-    share = min(65536 // block.size // 8 * 8, 255)
+    share = min(65536 // block.size // 8 * 8, 256)
     if block.registers is None:
         block.registers = {"free": 0, "held": {}, "parked": []}
     pool = block.registers

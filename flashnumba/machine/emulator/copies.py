@@ -56,7 +56,7 @@ def wait_groups(thread: Thread, pending: int) -> None:
     while len(thread.copy_groups) > pending:
         group = thread.copy_groups.popleft()
         if group:
-            thread.tick()  # so that the epoch of these bytes is that of no other store
+            thread.tick()  # the epoch of these bytes is that of no other access
         for c in group:
             if c.valid:
                 shared.data[c.dst : c.dst + c.valid] = memory.peek(c.src, c.valid, thread)
@@ -64,6 +64,8 @@ def wait_groups(thread: Thread, pending: int) -> None:
             shared.data[c.dst + c.valid : c.dst + c.nbytes] = 0
             if shared.checks:
                 shared.restamp_writer(c.dst, c.dst + c.nbytes, c.epoch, thread.epoch)
+        if group:
+            thread.tick()
 
 
 # -- bulk copies ------------------------------------------------------------------------------------------------------
@@ -214,3 +216,5 @@ def bulk_wait(thread: Thread, pending: int) -> None:
             copy()
             if shared.checks:
                 shared.restamp_reader(lo, hi, epoch, thread.epoch, thread)
+        if group:
+            thread.tick()

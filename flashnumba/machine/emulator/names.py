@@ -173,11 +173,12 @@ def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None
     at = (block.static_end + align - 1) // align * align
     nbytes = int(np.prod(shape)) * dtype.itemsize
     block.static_end = block.shared.end = at + nbytes
-    if block.static_end > block.shared.size or block.static_end - block.dynamic_bytes > 48 * 1024 + 16:
+    static = block.static_end - block.dynamic_address - block.dynamic_bytes
+    if static > 48 * 1024 or static + block.dynamic_bytes > block.shared.size:
         raise thread.fault(
             faults.LaunchLimit,
-            f"{block.static_end - block.dynamic_bytes} bytes of static shared memory (at most {48 * 1024}) and "
-            f"{block.dynamic_bytes} of dynamic; a block has at most {block.shared.size}",
+            f"{static} bytes of static shared memory (at most {48 * 1024}) and {block.dynamic_bytes} of dynamic; "
+            f"a block has at most {block.shared.size}",
         )
     return SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at)
 
