@@ -45,11 +45,12 @@ class Flight:
 class LocalArray:
     """One thread's local array. An element must be written before it is read."""
 
-    __slots__ = ("data", "flights", "integer", "op", "row", "store", "thread", "touched")
+    __slots__ = ("data", "flights", "integer", "length", "op", "row", "store", "thread", "touched")
 
     def __init__(self, thread: Thread, store: LocalStore, row: int):
         self.thread, self.store, self.row = thread, store, row
         self.data, self.touched = store.data[row], store.touched[row]
+        self.length = len(self.data) if self.data.ndim == 1 else 0  # what a plain integer may index
         self.integer = self.data.dtype.kind in "iu"
         self.op: Any = None  # the last posted collective that uses it
         self.flights: tuple[Flight, ...] = ()
@@ -91,7 +92,7 @@ class LocalArray:
             hi = lo + count
         for f in self.flights:
             if f.lo < hi and lo < f.hi and not f.landed:
-                at = f" (issued at {faults.describe(f.position)})" if f.position else ""
+                at = f"; it was issued at {faults.describe(f.position)}" if f.position else ""
                 raise self.thread.fault(
                     faults.AccumulatorInFlight, f"registers that a wgmma uses are touched before wgmma_wait(){at}"
                 )
@@ -119,7 +120,7 @@ class LocalArray:
         if self.op is not None or self.flights:
             self.settle(i)
         try:
-            if i.__class__ is not int or i < 0:
+            if i.__class__ is not int or not 0 <= i < self.length:
                 self._bounds(i)
             if not self.touched[i]:
                 raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
@@ -131,7 +132,7 @@ class LocalArray:
     def __setitem__(self, i: Any, value: Any) -> None:
         if self.op is not None or self.flights:
             self.settle(i)
-        if i.__class__ is not int or not 0 <= i < len(self.data):
+        if i.__class__ is not int or not 0 <= i < self.length:
             self._bounds(i)
         try:
             self.data[i] = value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -106,7 +106,7 @@ class Mbarrier:
         self.pending, self.bytes, self.phase = count, 0, 0
         self.vector: np.ndarray | None = None  # what the arrivals of this phase have published
         self.done: Clock | None = None  # what the last complete phase hands on
-        self.copies: list[tuple[int, Callable[[], None]]] = []
+        self.copies: list[tuple[int, Callable[[], None], int, Any]] = []  # bytes, what to do, thread, place
         self.parked: list[tuple[Thread, int]] = []
 
     @property
@@ -140,7 +140,7 @@ class Mbarrier:
         """Go on to the next phase if nothing is missing; make the copies now if somebody waits for them."""
         if self.pending == 0 and self.copies and any(not self.passed(p) for _, p in self.parked):
             copies, self.copies = self.copies, []
-            for nbytes, copy in copies:
+            for nbytes, copy, *_ in copies:
                 copy()
                 self.bytes -= nbytes
         if self.pending or self.bytes or self.copies:

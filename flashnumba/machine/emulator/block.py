@@ -154,13 +154,20 @@ class Block:
         if self.launch.checks and (thread.copies or thread.copy_groups):
             left = sum(map(len, thread.copy_groups)) + len(thread.copies)
             if left:
-                raise thread.fault(
-                    faults.UnfinishedCopy, f"thread {thread.tid} returns with {left} cp.async not waited for"
+                first = next(c for g in (*thread.copy_groups, thread.copies) for c in g)
+                raise faults.UnfinishedCopy(
+                    f"thread {thread.tid} returns with {left} cp.async in flight, the first started below",
+                    self.index,
+                    (thread.tid,),
+                    [p for p in [self.shared.lines.get(first.dst >> self.shared.shift)] if p],
                 )
         if self.launch.checks and (any(thread.bulk_groups) or thread.bulk_copies):
-            raise thread.fault(
-                faults.UnfinishedCopy,
-                f"thread {thread.tid} returns before its bulk copies out of shared memory are done",
+            first = next(c for g in (*thread.bulk_groups, thread.bulk_copies) for c in g)
+            raise faults.UnfinishedCopy(
+                f"thread {thread.tid} returns before its bulk copies out of shared memory are done, the first started below",
+                self.index,
+                (thread.tid,),
+                [first[-1]],
             )
         if self.arrived and self.alive < self.size:
             waiting = [t.tid for t in self.arrived]
@@ -175,9 +182,11 @@ class Block:
             for mbarrier in self.mbarriers.values():
                 if mbarrier.copies and self.launch.checks:
                     raise faults.UnfinishedCopy(
-                        f"the block ends with {len(mbarrier.copies)} bulk copies in flight that nobody waited for "
-                        f"(mbarrier at shared address {mbarrier.address})",
+                        f"the block ends, and nobody has waited for {len(mbarrier.copies)} bulk copies that report to the "
+                        f"mbarrier at shared address {mbarrier.address}, the first started below",
                         self.index,
+                        (mbarrier.copies[0][2],),
+                        [mbarrier.copies[0][3]],
                     )
 
     # -- agents -------------------------------------------------------------------------------------------------------

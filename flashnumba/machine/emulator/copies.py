@@ -20,7 +20,7 @@ __all__ = [
 
 # -- cp.async ---------------------------------------------------------------------------------------------------------
 class _Copy:
-    __slots__ = ("dst", "epoch", "line", "nbytes", "src", "valid")
+    __slots__ = ("dst", "epoch", "nbytes", "src", "valid")
 
     def __init__(self, dst: int, src: int, nbytes: int, valid: int, epoch: int):
         self.dst, self.src, self.nbytes, self.valid, self.epoch = dst, src, nbytes, valid, epoch
@@ -99,7 +99,7 @@ def bulk_load(thread: Thread, dst: int, src: int, nbytes: int, bar: int) -> None
 
 def _issue(thread: Thread, barrier: Any, nbytes: int, copy: Any) -> None:
     barrier.publish(thread)  # the copy starts from what its issuer knew
-    barrier.copies.append((nbytes, copy))
+    barrier.copies.append((nbytes, copy, thread.tid, thread.position()))
     barrier.advance()
 
 
@@ -197,7 +197,7 @@ def _start_store(thread: Thread, lo: int, hi: int, copy: Any) -> None:
     epoch = thread.block.new_flight()
     thread.block.shared.check_read(lo, hi, thread, epoch, proxy=True)
     thread.block.shared.issued[epoch] = thread.epoch
-    thread.bulk_copies.append((lo, hi, epoch, copy))
+    thread.bulk_copies.append((lo, hi, epoch, copy, thread.position()))
 
 
 def bulk_commit(thread: Thread) -> None:
@@ -212,7 +212,7 @@ def bulk_wait(thread: Thread, pending: int) -> None:
         group = thread.bulk_groups.popleft()
         if group:
             thread.tick()
-        for lo, hi, epoch, copy in group:
+        for lo, hi, epoch, copy, _ in group:
             copy()
             if shared.checks:
                 shared.restamp_reader(lo, hi, epoch, thread.epoch, thread)

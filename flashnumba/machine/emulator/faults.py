@@ -6,6 +6,7 @@ import linecache
 import types as pytypes
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "AccumulatorInFlight", "BarrierMismatch", "Deadlock", "DivergentBarrier", "DivergentCollective", "Fault",
@@ -41,6 +42,9 @@ class Fault(RuntimeError):
         self.where = where or []
         super().__init__(self.report())
 
+    def __reduce__(self) -> Any:
+        return _rebuilt, (type(self), self.message, self.block, self.threads, str(self))
+
     @property
     def name(self) -> str:
         return type(self).__name__
@@ -59,6 +63,13 @@ class Fault(RuntimeError):
         if self.mend:
             lines.append(f"  to mend it: {self.mend}")
         return "\n".join(lines)
+
+
+def _rebuilt(kind: type[Fault], message: str, block: Any, threads: tuple[int, ...], report: str) -> Fault:
+    """A fault that was pickled: places in the source are kept as text only."""
+    fault = kind(message, block, threads)
+    fault.args = (report,)
+    return fault
 
 
 class Race(Fault):

@@ -79,6 +79,8 @@ def launch(
         Fault: the kernel did what it must not; the kind of fault names it.
         ValueError: sizes that no launch may have.
     """
+    if isinstance(getcurrent(), Thread):
+        raise TypeError("a kernel cannot launch a kernel: launch() was called by an emulated thread")
     with settings.using(arch=arch):
         return Launch(kernel, grid, block, args, shared, arch, checks, seed).run()
 
@@ -176,8 +178,6 @@ class Launch:
 
     def run(self) -> Report:
         self.hub = getcurrent()
-        if isinstance(self.hub, Thread):
-            raise TypeError("a kernel cannot launch a kernel: launch() was called by an emulated thread")
         order = [(x, y, z) for z, y, x in product(*(range(n) for n in reversed(self.grid)))]
         if self.shuffle is not None:
             self.shuffle(order)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math as host_math
+import re
 import sys
 from typing import Any
 
@@ -180,7 +182,15 @@ def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None
             f"{static} bytes of static shared memory (at most {48 * 1024}) and {block.dynamic_bytes} of dynamic; "
             f"a block has at most {block.shared.size}",
         )
-    return SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at)
+    made = SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at, _name_of(sys._getframe(2)))
+    block.shared.arrays.append(made)
+    return made
+
+
+def _name_of(frame: Any) -> str:
+    """The name that the source line of a frame gives to what it makes."""
+    found = re.match(r"\s*(\w+) *=", linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+    return found[1] if found else "a shared array"
 
 
 class _Local:

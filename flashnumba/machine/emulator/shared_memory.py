@@ -41,6 +41,7 @@ class SharedMemory:
     def __init__(self, block: Block, size: int, checks: bool):
         self.block, self.size, self.checks, self.end = block, size, checks, 0
         self.data = np.zeros(size + 16, np.uint8)
+        self.arrays: list[Any] = []  # static arrays, for messages
         self.shift = 2
         cells = (size + 19) >> 2
         self.writer: list[int] = [0] * cells if checks else []
@@ -64,6 +65,15 @@ class SharedMemory:
     def scatter(self, addresses: np.ndarray, data: np.ndarray) -> None:
         """Unchecked: store bytes [..., nbytes] at some addresses."""
         self.data[np.asarray(addresses)[..., None] + np.arange(data.shape[-1])] = data
+
+    def place(self, cell: int) -> str:
+        """``shared byte 128 (s[32])``: a granule, and the element of a static array that lies there."""
+        byte = cell << self.shift
+        for array in self.arrays:
+            if array.address <= byte < array.address + array.data.nbytes:
+                at = np.unravel_index((byte - array.address) // array.itemsize, array.shape)
+                return f"shared byte {byte} ({array.name}[{', '.join(map(str, at))}])"
+        return f"shared byte {byte}"
 
     # -- checks -------------------------------------------------------------------------------------------------------
     def bounds(self, lo: int, hi: int, thread: Thread, align: int) -> None:
@@ -247,7 +257,7 @@ class SharedMemory:
         """A read of what nobody wrote. Whether it is that, or a race with a write still to come, must not depend on who
         runs first: the reader stops here for good, a writer that no barrier keeps behind it will find the read, and if
         none comes, :meth:`unwritten` speaks."""
-        message = f"shared byte {cell << self.shift} is read, but nothing was written there"
+        message = f"{self.place(cell)} is read, but nothing was written there"
         self.parked.append(thread.fault(faults.UninitialisedRead, message))
         current: Any = getcurrent()
         current.wait("(nothing: it has read what nobody wrote)")
@@ -265,7 +275,7 @@ class SharedMemory:
     ) -> None:
         cell = a + self.writer[a:b].index(e)
         if e == MBARRIER:
-            raise thread.fault(faults.MbarrierMisuse, f"shared byte {cell << self.shift} belongs to an mbarrier")
+            raise thread.fault(faults.MbarrierMisuse, f"{self.place(cell)} belongs to an mbarrier")
         agent = e >> SHIFT
         if agent != thread.tid and not clock.orders(e):
             raise verdict.conflict(self, cell, e, True, self.lines.get(cell), thread, epoch, not reading)
@@ -274,7 +284,7 @@ class SharedMemory:
             line = self.lines.get(cell)
             raise thread.fault(
                 faults.MissingProxyFence,
-                f"shared byte {cell << self.shift} was written by an ordinary store of thread {agent}"
+                f"{self.place(cell)} was written by an ordinary store of thread {agent}"
                 f"{' at ' + faults.describe(line) if line else ''}; without fence_proxy_async() between, the asynchronous proxy "
                 f"{'may not see it' if reading else 'may be overtaken by it'}",
             )
@@ -296,7 +306,7 @@ class SharedMemory:
                 if tid != thread.tid and not thread.clock.orders(e):
                     raise thread.fault(
                         faults.Race,
-                        f"thread {thread.tid} accesses shared byte {w << self.shift} with an ordinary instruction, thread {tid} "
+                        f"thread {thread.tid} accesses {self.place(w)} with an ordinary instruction, thread {tid} "
                         f"with an atomic; no barrier lies between",
                         (thread.tid, tid),
                     )

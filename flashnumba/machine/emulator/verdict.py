@@ -41,19 +41,18 @@ def conflict(
         before: epoch of the access executed before; ``wrote`` says whether it was a write, ``line`` where it was made.
         writes: whether the present access is a write.
     """
-    block, agent, byte = shared.block, before >> SHIFT, cell << shared.shift
+    block, agent, place = shared.block, before >> SHIFT, shared.place(cell)
     where = f" at {faults.describe(line)}" if line else ""
     engine, now = block.in_flight(before), block.in_flight(epoch) if epoch else None
-    if engine == "wgmma" and now == "bulk copy":
-        after = _after_wgmma(shared, before, thread)
-        return _in_flight(thread, byte, not after, f"wgmma that reads it{where}")
-    if engine == "wgmma" and not _after_wgmma(shared, before, thread):
-        # The first of its 128 threads speaks for the wgmma, which nobody has started as far as this thread knows.
+    if engine == "wgmma":
         first = (agent - block.first_group) * 128
-        return _race(thread, byte, writes, "a wgmma", first, False, where)
-    if engine in ("wgmma", "bulk copy"):
-        act = "into it" if wrote else "that reads it"
-        return _in_flight(thread, byte, not writes, f"{engine} {act}, started{where}")
+        after, who = _after_wgmma(shared, before, thread), f"wgmma of threads {first}-{first + 127}"
+        if not after and now != "bulk copy":
+            # The first of its threads speaks for a wgmma which nobody has started as far as this thread knows.
+            return _race(thread, place, writes, f"a {who}", first, False, where)
+        return _in_flight(thread, place, not after, f"{who} that reads it, started{where}")
+    if engine == "bulk copy":
+        return _in_flight(thread, place, not writes, f"bulk copy into it, started{where}")
     if now == "bulk copy":
         # A thread's access, or one of its own copies, meets a bulk load that starts now.
         kind = faults.OverwriteInFlight if wrote else faults.ReadInFlight
@@ -61,7 +60,7 @@ def conflict(
         owner = shared.issued.get(before, before) >> SHIFT
         return thread.fault(
             kind,
-            f"a bulk copy into shared byte {byte} starts, which thread {owner} {act}{where}; nothing orders the two",
+            f"a bulk copy into {place} starts, which thread {owner} {act}{where}; nothing orders the two",
             (thread.tid, owner),
         )
     start = shared.issued.get(before)
@@ -69,24 +68,24 @@ def conflict(
         owner = start >> SHIFT
         if owner == thread.tid or thread.clock.orders(start):
             act = "into it" if wrote else "that reads it"
-            by = f"asynchronous copy of thread {owner} {act}, started"
-            return _in_flight(thread, byte, wrote and not writes, by + where)
-        return _race(thread, byte, writes, f"an asynchronous copy of thread {owner}", owner, wrote, where)
-    return _race(thread, byte, writes, f"thread {agent}", agent, wrote, where)
+            what = f"asynchronous copy of thread {owner} {act}, started{where}"
+            return _in_flight(thread, place, wrote and not writes, what)
+        return _race(thread, place, writes, f"an asynchronous copy of thread {owner}", owner, wrote, where)
+    return _race(thread, place, writes, f"thread {agent}", agent, wrote, where)
 
 
-def _race(thread: Thread, byte: int, writes: bool, other: str, tid: int, wrote: bool, where: str) -> faults.Fault:
+def _race(thread: Thread, place: str, writes: bool, other: str, tid: int, wrote: bool, where: str) -> faults.Fault:
     return thread.fault(
         faults.Race,
-        f"thread {thread.tid} {'writes' if writes else 'reads'} shared byte {byte}, which {other} "
+        f"thread {thread.tid} {'writes' if writes else 'reads'} {place}, which {other} "
         f"{'wrote' if wrote else 'read'}{where}; no barrier lies between",
         (thread.tid, tid),
     )
 
 
-def _in_flight(thread: Thread, byte: int, reads: bool, what: str) -> faults.Fault:
+def _in_flight(thread: Thread, place: str, reads: bool, what: str) -> faults.Fault:
     kind, act = (faults.ReadInFlight, "read") if reads else (faults.OverwriteInFlight, "overwritten")
-    return thread.fault(kind, f"shared byte {byte} is {act} before the wait for the {what}")
+    return thread.fault(kind, f"{place} is {act} before the wait for the {what}")
 
 
 def _after_wgmma(shared: SharedMemory, epoch: int, thread: Thread) -> bool:

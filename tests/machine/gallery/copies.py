@@ -194,9 +194,9 @@ ENTRIES = (
     _entry("mbarrier_twice", MbarrierMisuse, "an mbarrier in use is initialised again", loaded, "twice", _turned,
            "mbarrier_init(", threads=(0,)),
     Entry("unfinished_cp_async", UnfinishedCopy, "the kernel returns with a cp.async in flight", unwaited,
-          vector(32, lambda x: x), "returns with 1 cp.async", arch="80"),
+          vector(32, lambda x: x), "cp_async_4(", arch="80"),
     _entry("unfinished_bulk_store", UnfinishedCopy, "the kernel returns without bulk_wait", stored_tiles, "wait",
-           lambda x: x + 1, "returns before its bulk copies", 64, threads=(0,)),
+           lambda x: x + 1, "bulk_store(", 64, threads=(0,)),
     _entry("unfinished_bulk_load", UnfinishedCopy, "nobody waits for a bulk copy", loaded, "nobody", _turned,
-           "1 bulk copies in flight"),
+           "bulk_load(", threads=(0,)),
 )  # fmt: skip
