@@ -211,7 +211,8 @@ class _Strided:
         return self._view(self.data[i])
 
     def view(self, dtype: Any) -> Any:
-        return self._view(self.data.view(getattr(dtype, "dtype", dtype)))
+        own = getattr(dtype, "dtype", None)  # of a cast; a NumPy type's is no dtype
+        return self._view(self.data.view(own if isinstance(own, np.dtype) else dtype))
 
     def reshape(self, *shape: Any) -> Any:
         return self._view(self.data.reshape(*shape))

@@ -155,11 +155,9 @@ def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: i
 
 
 def _span(swizzle: int, address: int, nbytes: int) -> tuple[int, int]:
-    """The shared bytes a box covers: a swizzle moves chunks only inside its atom."""
-    atom = {0: 16, 32: 256, 64: 512, 128: 1024}[swizzle]
-    if address % atom == 0 and nbytes % atom == 0:
-        return address, address + nbytes
-    return address // atom * atom, -(-(address + nbytes) // atom) * atom
+    """The shared bytes a box covers: a swizzle moves a chunk only inside its own ``swizzle`` bytes."""
+    unit = swizzle or 16
+    return address, address + -(-nbytes // unit) * unit
 
 
 def bulk_store(thread: Thread, dst: int, src: int, nbytes: int) -> None:
