@@ -32,7 +32,7 @@ def _legal_strides(found: Described) -> list[int]:
     for n, stride in zip(found.shape[-2::-1], found.strides[-2::-1], strict=True):
         strides.append(stride if n > 1 else min(step, (1 << 40) - 16))
         step = max(step, strides[-1] * n)
-    return strides
+    return strides or [16]  # with one axis nothing is stepped along, but the driver wants a number there
 
 
 def encode(found: Described, element: str, box: tuple[int, ...], swizzle: int, l2: int, fill: str) -> Slot:

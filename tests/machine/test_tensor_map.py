@@ -274,7 +274,7 @@ def move(source, target, first, column):
         wait_all()
 
 
-@pytest.mark.parametrize(("first", "column"), [(0, 0), (16, 32), (20, 16), (-3, -8)])
+@pytest.mark.parametrize(("first", "column"), [(0, 0), (16, 32), (20, 16), (3, 8)])
 @pytest.mark.parametrize("swizzle", [64, 0])
 def test_a_box_moves(machine, first, column, swizzle):
     x = aligned((30, 56), np.uint16)

@@ -131,7 +131,14 @@ def _tensor_box(thread: Thread, tensor: Any, coordinates: tuple[int, ...], addre
             faults.OutOfBounds,
             f"a tensor copy with {len(coordinates)} coordinates on a tensor map of rank {tensor.array.ndim}",
         )
-    nbytes = int(np.prod(tensor.box)) * tensor.array.dtype.itemsize
+    size = tensor.array.dtype.itemsize
+    if coordinates[0] * size % 16:
+        raise thread.fault(
+            faults.Misaligned,
+            f"a tensor copy from coordinate {coordinates[0]} of the innermost axis, {coordinates[0] * size} bytes in; it must "
+            f"be a multiple of 16 bytes ({16 // size} elements), or the hardware stops with an illegal instruction",
+        )
+    nbytes = int(np.prod(tensor.box)) * size
     _check_bulk(thread, "a tensor copy", address, nbytes, 128)
     return nbytes, swizzled(address + 16 * np.arange(nbytes // 16), tensor.swizzle)
 
@@ -176,7 +183,13 @@ def bulk_store(thread: Thread, dst: int, src: int, nbytes: int) -> None:
 
 
 def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> None:
-    """``cp.async.bulk.tensor``, shared to global; what lies outside the tensor is dropped."""
+    """``cp.async.bulk.tensor``, shared to global; what lies beyond the tensor's end is dropped."""
+    if min(coordinates) < 0:
+        raise thread.fault(
+            faults.OutOfBounds,
+            f"a tensor copy into coordinates {coordinates}; a store may not start before the tensor (a load may), or the "
+            f"hardware stops with an illegal instruction",
+        )
     nbytes, chunks = _tensor_box(thread, tensor, coordinates, src)
     if not tensor.array.flags.writeable:
         raise thread.fault(faults.ReadOnly, "a tensor copy into an array that is read-only")

@@ -15,7 +15,7 @@ _BARRIER = (Scalar("barrier", "i32"), Scalar("count", "i32"))
 
 @instruction("bar_sync", "bar.sync %barrier, %count;", _BARRIER, group="warp", effect="control")
 def bar_sync(thread: Any, barrier: int, count: int) -> None:
-    """Wait at named barrier 0..15 until ``count`` threads (a multiple of 32) have come, by ``bar_sync`` or ``bar_arrive``.
+    """Wait at named barrier 0..15 until ``count`` threads (a multiple of 32) have come, by this or by ``bar_arrive``.
 
     What those threads did before is ordered before what the waiting ones do after. Barrier 0 is ``syncthreads``.
     """

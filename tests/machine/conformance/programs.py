@@ -1,7 +1,7 @@
-"""Small kernels around the asynchronous instructions: the same launch on a GPU and on the emulator must give the same bytes.
+"""Small kernels around the asynchronous instructions: a launch on a GPU and one on the emulator give the same bytes.
 
-``cp.async``, bulk and tensor copies dump the shared memory they filled, or the global memory they wrote; each wgmma multiplies two
-pieces of a shared-memory image, so that one output checks descriptor, layout and arithmetic at once.
+``cp.async``, bulk and tensor copies dump the shared memory they filled, or the global memory they wrote; each wgmma
+multiplies two pieces of a shared-memory image, so that one output checks descriptor, layout and arithmetic at once.
 """
 
 from __future__ import annotations
@@ -193,7 +193,12 @@ _add("bulk", _bulk, 32, lambda: [_random_bytes(8192, 3), np.zeros(4096, np.uint8
 
 _LOADS = {1: tma_load_1d, 2: tma_load_2d, 3: tma_load_3d, 4: tma_load_4d}
 _STORES = {1: tma_store_1d, 2: tma_store_2d, 3: tma_store_3d, 4: tma_store_4d}
-_SHAPES = {1: ((100,), (64,)), 2: ((37, 80), (24, 64)), 3: ((3, 21, 80), (2, 16, 64)), 4: ((3, 5, 9, 64), (2, 3, 8, 64))}
+_SHAPES = {
+    1: ((100,), (64,)),
+    2: ((37, 80), (24, 64)),
+    3: ((3, 21, 80), (2, 16, 64)),
+    4: ((3, 5, 9, 64), (2, 3, 8, 64)),
+}
 
 
 @cache
@@ -201,7 +206,7 @@ def _tensor_copy(rank: int, nbytes: int) -> Kernel:
     load, store, drain = _LOADS[rank], _STORES[rank], bulk_wait(0)
 
     @kernel(threads=32, arch="90")
-    def through(source, target, c0, c1, c2, c3, dump):
+    def through(source, target, c0, c1, c2, c3, s0, s1, s2, s3, dump):
         smem = cuda.shared.array(0, uint8)
         base = (shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00)
         bar = base + uint32((nbytes + 1023) // 1024 * 1024)
@@ -224,13 +229,13 @@ def _tensor_copy(rank: int, nbytes: int) -> Kernel:
             dump[i] = smem[lead + i]
         if cuda.threadIdx.x == 0:
             if rank == 1:
-                store(target, base, c0 + 3)
+                store(target, base, s0)
             elif rank == 2:
-                store(target, base, c0 + 3, c1 - 2)
+                store(target, base, s0, s1)
             elif rank == 3:
-                store(target, base, c0 + 3, c1 - 2, c2 + 1)
+                store(target, base, s0, s1, s2)
             else:
-                store(target, base, c0 + 3, c1 - 2, c2 + 1, c3 - 1)
+                store(target, base, s0, s1, s2, s3)
             bulk_commit()
             drain()
 
@@ -248,7 +253,9 @@ def _tensor_program(rank: int, swizzle: int, dtype: Any, at: tuple[int, ...], ta
         data = np.random.default_rng(rank).integers(0, 250, shape).astype(dtype)
         target = np.zeros(shape, dtype)
         maps = [Boxed(x, box, swizzle) for x in (data, target)]
-        return [*maps, *map(np.int32, (*at, 0, 0, 0)[:4]), np.zeros(nbytes, np.uint8)]
+        load_at = (*at, 0, 0, 0)[:4]
+        store_at = [max(c + d, 0) for c, d in zip(load_at, (16 // size, -2, 1, -1), strict=True)]
+        return [*maps, *map(np.int32, (*load_at, *store_at)), np.zeros(nbytes, np.uint8)]
 
     _add(f"tma_{rank}d_{tag}", lambda: _tensor_copy(rank, nbytes), 32, make, shared=nbytes + 3072)
 
