@@ -101,8 +101,8 @@ class Thread(greenlet):
             self.launch.hub.switch()
         self.waiting = None
 
-    def give_way(self) -> None:
-        """Let all others that can go on have a turn."""
+    def give_way(self) -> bool:
+        """Let all others that can go on have a turn; False if there is none."""
         ready = self.launch.ready
         if self.launch.fresh:
             ready.append(self)
@@ -110,6 +110,9 @@ class Thread(greenlet):
         elif ready:
             ready.append(self)
             ready.popleft().switch()
+        else:
+            return False
+        return True
 
     def poll(self, what: Any, patience: int) -> None:
         """A poll in vain: let the others go on. Raises Deadlock after ``patience`` polls during which nothing happened."""
