@@ -1,4 +1,5 @@
-"""A warp-specialised attention forward for Hopper, as a conformance test of the machine: TMA, mbarriers, wgmma, ping-pong.
+"""A warp-specialised attention forward for Hopper, as a conformance test of the machine: TMA, mbarriers, wgmma,
+ping-pong.
 
 One block owns BM = 128 query rows of one head. Its three warpgroups have roles:
 
@@ -8,8 +9,9 @@ One block owns BM = 128 query rows of one head. Its three warpgroups have roles:
 
     slot s:   producer --full[s]--> consumers --empty[s]--> producer      (one pair of mbarriers each for K and V)
 
-A consumer keeps two products in flight, S_j = Q K_j^T and O += P_{j-1} V_{j-1}, and works on the softmax of S_j while the second
-still runs; two named barriers let the consumers take turns on the tensor cores. No mask, no tails: M and N are multiples of 128.
+A consumer keeps two products in flight, S_j = Q K_j^T and O += P_{j-1} V_{j-1}, and works on the softmax of S_j
+while the second still runs; two named barriers let the consumers take turns on the tensor cores. No mask, no tails:
+M and N are multiples of 128.
 """
 
 from functools import cache

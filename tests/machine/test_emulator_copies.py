@@ -140,7 +140,12 @@ def make_ring(slots, threads, polling):
                 mbarrier_wait(full + uint32(8 * slots), uint32(i // slots % 2 ^ 1))
                 mbarrier_expect_tx(full, uint32(64))
                 mbarrier_arrive_expect_tx(full, uint32(64))
-                bulk_load(shared_address(s) + uint32(128 * (i % slots)), global_address(x) + uint64(128 * i), uint32(128), full)
+                bulk_load(
+                    shared_address(s) + uint32(128 * (i % slots)),
+                    global_address(x) + uint64(128 * i),
+                    uint32(128),
+                    full,
+                )
         elif t >= 32:
             total = float32(0)
             for i in range(rounds):
@@ -294,7 +299,9 @@ def swizzled_image(tile, swizzle):
 def test_tensor_copies(rank, swizzle, place):
     box = (*BOXES[rank - 1][:-1], (swizzle or 128) // 4) if rank > 1 else BOXES[0]
     array = np.random.default_rng(rank).integers(1, 1000, SHAPES[rank - 1]).astype(np.int32)
-    at = {"inside": (4, 1, 1, 0), "before": (-4, -2, -1, -1), "beyond": (28, 5, 2, 1), "outside": (200, 0, 0, 0)}[place][:rank]
+    at = {"inside": (4, 1, 1, 0), "before": (-4, -2, -1, -1), "beyond": (28, 5, 2, 1), "outside": (200, 0, 0, 0)}[
+        place
+    ][:rank]
     expected = box_of(array, box, at)
     target, image = np.full_like(array, -1), np.zeros(expected.nbytes, np.uint8)
     arguments = [Box(array, box, swizzle), Box(target, box, swizzle), image, *at, *[0] * (4 - rank)]

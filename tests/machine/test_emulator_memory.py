@@ -1,4 +1,5 @@
-"""Shared and global memory on the emulator: arrays, views, alignment, atomics with plain accesses, and the shadow's books."""
+"""Shared and global memory on the emulator: arrays, views, alignment, atomics with plain accesses, and the shadow's
+books."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,5 @@
-"""wgmma on the emulator against float64 products of small integers, which every format and every order of adding gives exactly.
+"""wgmma on the emulator against float64 products of small integers, which every format and every order of adding
+gives exactly.
 
 Operands are placed element by element here, as the canonical layouts say (CUTLASS,
 ``include/cute/atom/mma_traits_sm90_gmma.hpp``), without the emulator's own addressing.
@@ -30,8 +31,9 @@ A_SPACE, B_SPACE = 8192, 32768  # bytes
 def place(matrix: np.ndarray, major: str, swizzle: int, space: int) -> tuple[np.ndarray, int, int]:
     """Bytes of an operand [rows, k] in shared memory at a multiple of 1024, with leading and stride byte offsets.
 
-    K-major: a row's k are contiguous, eight rows make an atom. MN-major: for one k, ``swizzle`` bytes of rows are contiguous,
-    eight k make an atom. In an atom of rows of ``swizzle`` bytes the 16-byte chunks of row r are exchanged by xor.
+    K-major: a row's k are contiguous, eight rows make an atom. MN-major: for one k, ``swizzle`` bytes of rows are
+    contiguous, eight k make an atom. In an atom of rows of ``swizzle`` bytes the 16-byte chunks of row r are
+    exchanged by xor.
     """
     size, image = matrix.dtype.itemsize, np.zeros(space, np.uint8)
     rows, depth = matrix.shape
@@ -96,7 +98,8 @@ def make_product(n, dtype, a_from, a_major, b_major, swizzle):
 
 
 def fragments_of(a: np.ndarray) -> np.ndarray:
-    """[128, 4] words: register r of thread (w, g, q) holds row 16 w + g + 8 (r mod 2), k from 4 bytes (q + 4 (r div 2)) on."""
+    """[128, 4] words: register r of thread (w, g, q) holds row 16 w + g + 8 (r mod 2), k from 4 bytes (q + 4 (r div
+    2)) on."""
     words = np.ascontiguousarray(a).view(np.uint32)  # [64, 8]
     t, r = np.arange(128)[:, None], np.arange(4)[None]
     return words[t // 32 * 16 + t % 32 // 4 + 8 * (r % 2), t % 4 + 4 * (r // 2)]
@@ -112,7 +115,9 @@ def check(n, dtype, a_from="shared", a_major="k", b_major="k", swizzle=128, keep
     used = np.flatnonzero(b_image)[-1] // 1024 * 1024 + 1024  # whole atoms
     image = np.concatenate([a_image, b_image[:used]]).view(np.uint32)
     arguments = [image, fragments_of(a), np.array([*a_strides, *b_strides, keep]), c, out]
-    launch(make_product(n, dtype, a_from, a_major, b_major, swizzle), 1, 128, arguments, checks=n in (8, 24), seed=n % 3)
+    launch(
+        make_product(n, dtype, a_from, a_major, b_major, swizzle), 1, 128, arguments, checks=n in (8, 24), seed=n % 3
+    )
     expected = 2 * a.astype(np.float64) @ b.astype(np.float64).T + keep * c
     np.testing.assert_array_equal(out, expected)
 

@@ -1,4 +1,5 @@
-"""The fault gallery: every planted fault is named, at its line, whatever the order of threads; unbroken kernels raise none."""
+"""The fault gallery: every planted fault is named, at its line, whatever the order of threads; unbroken kernels
+raise none."""
 
 import pickle
 from collections import Counter
@@ -54,7 +55,9 @@ def test_a_fault_is_a_runtime_error_that_reads_as_its_report():
     with pytest.raises(RuntimeError) as caught:
         run(entry, broken=True)
     report = str(caught.value)
-    assert report.splitlines()[0].startswith("Race: thread 1 writes shared byte 0 (s[0]), which thread 0 wrote at memory.py:")
+    assert report.splitlines()[0].startswith(
+        "Race: thread 1 writes shared byte 0 (s[0]), which thread 0 wrote at memory.py:"
+    )
     assert "in block (0, 0, 0), threads 0-1" in report
     assert "in one_writer: s[0] = x[0]" in report.splitlines()[2]
 
@@ -68,7 +71,9 @@ def test_a_fault_crosses_a_process_boundary():
     assert again.threads == caught.value.threads and again.block == (0, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["static_shared_memory", "out_of_bounds_shared", "deadlock_arrivals", "accumulator_in_flight"])
+@pytest.mark.parametrize(
+    "name", ["static_shared_memory", "out_of_bounds_shared", "deadlock_arrivals", "accumulator_in_flight"]
+)
 def test_some_faults_are_found_with_checks_off(name, monkeypatch):
     from tests.machine.gallery import entry as module
 

@@ -1,4 +1,5 @@
-"""What orders two accesses and what does not: legal programs that must pass, and next to each what it takes to break it.
+"""What orders two accesses and what does not: legal programs that must pass, and next to each what it takes to
+break it.
 
 Every program runs in several orders of threads. A program is a factory with a plant: "" is legal.
 """

@@ -1,4 +1,5 @@
-"""A warp-specialised wgmma kernel, whole: its error against float64, and what happens when one of its steps is left out."""
+"""A warp-specialised wgmma kernel, whole: its error against float64, and what happens when one of its steps is left
+out."""
 
 import numpy as np
 import pytest

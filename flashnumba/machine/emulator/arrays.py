@@ -19,14 +19,15 @@ __all__ = ["GlobalArray", "LocalArray", "LocalStore", "SharedArray"]
 class LocalStore:
     """The same local array of up to 128 threads, one row each, so that a collective works on all rows at once.
 
-    ``touched``: 0 for an element never written, otherwise the number of wgmma fences before it was last written (or, for one
-    that a wgmma wrote, last looked at).
+    ``init``: whether an element was ever written. ``touched``: the number of wgmma fences before it was last
+    written, or, where a wgmma wrote it, last looked at; 0 in kernels without such fences.
     """
 
-    __slots__ = ("data", "touched")
+    __slots__ = ("data", "init", "touched")
 
     def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any):
         self.data = np.zeros((rows, *shape), dtype)
+        self.init = np.zeros((rows, *shape), bool)
         self.touched = np.zeros((rows, *shape), np.int32)
 
 
@@ -45,11 +46,11 @@ class Flight:
 class LocalArray:
     """One thread's local array. An element must be written before it is read."""
 
-    __slots__ = ("data", "flights", "integer", "length", "op", "row", "store", "thread", "touched")
+    __slots__ = ("data", "flights", "init", "integer", "length", "op", "row", "store", "thread", "touched")
 
     def __init__(self, thread: Thread, store: LocalStore, row: int):
         self.thread, self.store, self.row = thread, store, row
-        self.data, self.touched = store.data[row], store.touched[row]
+        self.data, self.init, self.touched = store.data[row], store.init[row], store.touched[row]
         self.length = len(self.data) if self.data.ndim == 1 else 0  # what a plain integer may index
         self.integer = self.data.dtype.kind in "iu"
         self.op: Any = None  # the last posted collective that uses it
@@ -76,8 +77,8 @@ class LocalArray:
         return started
 
     def settle(self, i: Any = None, count: int = 1) -> None:
-        """See to it that every posted instruction on this array has been executed and that ``count`` elements from ``i`` (all,
-        if None) are in nobody's flight."""
+        """See to it that every posted instruction on this array has been executed and that ``count`` elements from
+        ``i`` (all, if None) are in nobody's flight."""
         op = self.op
         if op is not None:
             if not op.done:
@@ -104,7 +105,14 @@ class LocalArray:
     def as_new(self) -> None:
         """The declaration is reached again: whatever the array held is gone."""
         self.settle()
+        self.init[...] = False
         self.touched[...] = 0
+
+    def written(self, lo: int, hi: int) -> None:
+        """An instruction has written elements [lo, hi)."""
+        self.init[lo:hi] = True
+        if self.thread.register_fences != 1:
+            self.touched[lo:hi] = self.thread.register_fences
 
     def _bounds(self, i: Any) -> None:
         shape = self.data.shape
@@ -122,7 +130,7 @@ class LocalArray:
         try:
             if i.__class__ is not int or not 0 <= i < self.length:
                 self._bounds(i)
-            if not self.touched[i]:
+            if not self.init[i]:
                 raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
             return self.data.item(i) if self.integer else self.data[i]
         except IndexError:
@@ -141,7 +149,10 @@ class LocalArray:
         except IndexError:
             self._bounds(i)
             raise
-        self.touched[i] = self.thread.register_fences
+        self.init[i] = True
+        fences = self.thread.register_fences
+        if fences != 1:
+            self.touched[i] = fences
 
 
 def wrapped(value: int, dtype: np.dtype) -> Any:
@@ -202,7 +213,8 @@ class _Strided:
         raise NotImplementedError
 
     def part(self, i: Any) -> Any:
-        """The view that an index names which does not name one element: fewer indices than axes, or a slice among them."""
+        """The view that an index names which does not name one element: fewer indices than axes, or a slice among
+        them."""
         i = i if i.__class__ is tuple else (i,)
         if len(i) > len(self.shape) or not all(
             k.__class__ is slice or 0 <= k < n for k, n in zip(i, self.shape, strict=False)

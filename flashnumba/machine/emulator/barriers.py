@@ -34,7 +34,8 @@ class _Named:
 
 
 def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
-    """``bar.sync`` (wait) or ``bar.arrive``: complete when ``count`` threads have come, whichever of the two they used."""
+    """``bar.sync`` (wait) or ``bar.arrive``: complete when ``count`` threads have come, whichever of the two they
+    used."""
     thread.flush()
     block = thread.block
     if not 0 <= number < 16:
@@ -59,12 +60,14 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
     if number == 0 and block.arrived:
         raise thread.fault(
             faults.BarrierMismatch,
-            f"named barrier 0 is that of syncthreads(), where threads {faults.ranges(t.tid for t in block.arrived)} wait",
+            f"named barrier 0 is that of syncthreads(), where threads {faults.ranges(t.tid for t in block.arrived)} "
+            f"wait",
         )
     if any(t is thread for t, _ in barrier.arrived):
         raise thread.fault(
             faults.BarrierMismatch,
-            f"thread {thread.tid} comes to named barrier {number} a second time before all {count} threads have come once",
+            f"thread {thread.tid} comes to named barrier {number} a second time before all {count} threads have "
+            f"come once",
         )
     barrier.arrived.append((thread, thread.published()))
     thread.tick()
@@ -125,7 +128,8 @@ class Mbarrier:
         if self.pending == 0:
             raise thread.fault(
                 faults.MbarrierMisuse,
-                f"an arrival too many on the mbarrier at shared address {self.address}: its phase {self.phase} has had all {self.count}",
+                f"an arrival too many on the mbarrier at shared address {self.address}: its phase {self.phase} has "
+                f"had all {self.count}",
             )
         self.bytes += expected
         self.publish(thread)
@@ -197,7 +201,8 @@ class _MbarrierWait:
             lacks.append(f"{b.bytes} expected bytes that no copy brings")
         if b.bytes < 0:
             lacks.append(f"nothing: {-b.bytes} bytes came that no thread expected")
-        return f"parity {self.parity} of the mbarrier at shared address {b.address} (phase {b.phase} lacks {' and '.join(lacks) or 'nothing'})"
+        missing = " and ".join(lacks) or "nothing"
+        return f"parity {self.parity} of the mbarrier at shared address {b.address} (phase {b.phase} lacks {missing})"
 
 
 def init_mbarrier(thread: Thread, address: int, count: int) -> None:
@@ -208,7 +213,8 @@ def init_mbarrier(thread: Thread, address: int, count: int) -> None:
         maker = block.mbarriers[address].init_thread
         raise thread.fault(
             faults.MbarrierMisuse,
-            f"the mbarrier at shared address {address}, initialised by thread {maker}, is initialised again without mbarrier_inval()",
+            f"the mbarrier at shared address {address}, initialised by thread {maker}, is initialised again without "
+            f"mbarrier_inval()",
             tuple({thread.tid, maker}),
         )
     shared.check_write(address, address + 8, thread, align=8)
@@ -243,7 +249,8 @@ def mbarrier(thread: Thread, address: int, by_copy: bool = False) -> Mbarrier:
         if by_copy and thread.clock.vector[thread.block.fences + found.init_thread] < found.init_epoch & MASK:
             raise thread.fault(
                 faults.MissingProxyFence,
-                f"a copy engine is to report to the mbarrier at shared address {address}, but thread {found.init_thread} has "
+                f"a copy engine is to report to the mbarrier at shared address {address}, but thread "
+                f"{found.init_thread} has "
                 f"not fenced its initialisation (fence_mbarrier_init() or fence_proxy_async())",
             )
     return found

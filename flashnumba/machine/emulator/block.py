@@ -71,7 +71,8 @@ class Block:
             if first + size > self.size:
                 raise thread.fault(
                     faults.DivergentCollective,
-                    f"an instruction for {size} threads in a block of {self.size}: threads {first}-{self.size - 1} are too few",
+                    f"an instruction for {size} threads in a block of {self.size}: threads {first}-{self.size - 1} "
+                    f"are too few",
                 )
             gang = self._gangs[first, size] = Gang(self, first, size)
         return gang
@@ -127,7 +128,8 @@ class Block:
         gone = [t.tid for t in self.threads if t.dead]
         raise thread.fault(
             faults.DivergentBarrier,
-            f"syncthreads() can never be complete: {'threads' if len(gone) > 1 else 'thread'} {faults.ranges(gone)} returned "
+            f"syncthreads() can never be complete: {'threads' if len(gone) > 1 else 'thread'} {faults.ranges(gone)} "
+            f"returned "
             f"before it",
             (thread.tid,),
         )
@@ -164,7 +166,8 @@ class Block:
         if self.launch.checks and (any(thread.bulk_groups) or thread.bulk_copies):
             first = next(c for g in (*thread.bulk_groups, thread.bulk_copies) for c in g)
             raise faults.UnfinishedCopy(
-                f"thread {thread.tid} returns before its bulk copies out of shared memory are done, the first started below",
+                f"thread {thread.tid} returns before its bulk copies out of shared memory are done, the first "
+                f"started below",
                 self.index,
                 (thread.tid,),
                 [first[-1]],
@@ -172,7 +175,8 @@ class Block:
         if self.arrived and self.alive < self.size:
             waiting = [t.tid for t in self.arrived]
             raise faults.DivergentBarrier(
-                f"thread {thread.tid} returned while {'threads' if len(waiting) > 1 else 'thread'} {faults.ranges(waiting)} "
+                f"thread {thread.tid} returned while {'threads' if len(waiting) > 1 else 'thread'} "
+                f"{faults.ranges(waiting)} "
                 f"wait at syncthreads()",
                 self.index,
                 (thread.tid, *waiting),
@@ -182,7 +186,8 @@ class Block:
             for mbarrier in self.mbarriers.values():
                 if mbarrier.copies and self.launch.checks:
                     raise faults.UnfinishedCopy(
-                        f"the block ends, and nobody has waited for {len(mbarrier.copies)} bulk copies that report to the "
+                        f"the block ends, and nobody has waited for {len(mbarrier.copies)} bulk copies that report "
+                        f"to the "
                         f"mbarrier at shared address {mbarrier.address}, the first started below",
                         self.index,
                         (mbarrier.copies[0][2],),

@@ -104,7 +104,8 @@ def _issue(thread: Thread, barrier: Any, nbytes: int, copy: Any) -> None:
 
 
 def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
-    """Where the 16-byte chunk meant for each shared address lies: address bits 4.. are exchanged with bits 7.. by xor."""
+    """Where the 16-byte chunk meant for each shared address lies: address bits 4.. are exchanged with bits 7.. by
+    xor."""
     mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
     return addresses ^ (((addresses >> 7) & mask) << 4)
 
@@ -135,7 +136,8 @@ def _tensor_box(thread: Thread, tensor: Any, coordinates: tuple[int, ...], addre
     if coordinates[0] * size % 16:
         raise thread.fault(
             faults.Misaligned,
-            f"a tensor copy from coordinate {coordinates[0]} of the innermost axis, {coordinates[0] * size} bytes in; it must "
+            f"a tensor copy from coordinate {coordinates[0]} of the innermost axis, {coordinates[0] * size} bytes "
+            f"in; it must "
             f"be a multiple of 16 bytes ({16 // size} elements), or the hardware stops with an illegal instruction",
         )
     nbytes = int(np.prod(tensor.box)) * size
@@ -187,7 +189,8 @@ def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> No
     if min(coordinates) < 0:
         raise thread.fault(
             faults.OutOfBounds,
-            f"a tensor copy into coordinates {coordinates}; a store may not start before the tensor (a load may), or the "
+            f"a tensor copy into coordinates {coordinates}; a store may not start before the tensor (a load may), "
+            f"or the "
             f"hardware stops with an illegal instruction",
         )
     nbytes, chunks = _tensor_box(thread, tensor, coordinates, src)

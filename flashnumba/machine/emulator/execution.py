@@ -142,7 +142,7 @@ def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> 
         raise thread.fault(
             faults.OutOfBounds, f"registers {at}..{at + count - 1} of a local array of {array.size} elements"
         )
-    if role != "out" and not array.touched[at : at + count].all():
+    if role != "out" and not array.init[at : at + count].all():
         raise thread.fault(
             faults.UninitialisedRead,
             f"registers {at}..{at + count - 1} of a local array are used before they are all written",
@@ -197,7 +197,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
             value, results = _plain(results[0]), results[1:]
         for (array, first, count), result in zip(outputs, results, strict=False):
             array.data[first : first + count] = result
-            array.touched[first : first + count] = thread.register_fences
+            array.written(first, first + count)
         return value
 
     return call
@@ -262,7 +262,7 @@ def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thre
     if op.uniform and array.row + gang.size <= len(array.store.data):
         _rows(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
-        if array.store.touched[rows, first : first + count].all():
+        if array.store.init[rows, first : first + count].all():
             return array.store.data[rows, first : first + count]
     return np.stack(
         [_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
@@ -277,8 +277,10 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
         _rows(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
         array.store.data[rows, first : first + count] = result
-        array.store.touched[rows, first : first + count] = threads[0].register_fences
+        array.store.init[rows, first : first + count] = True
+        if threads[0].register_fences != 1:
+            array.store.touched[rows, first : first + count] = threads[0].register_fences
         return
     for a, thread, row in zip(op.args, threads, result, strict=True):
         _rows(a[at], int(a[at + 1]), count, thread, "out")[:] = row
-        a[at].touched[int(a[at + 1]) : int(a[at + 1]) + count] = thread.register_fences
+        a[at].written(int(a[at + 1]), int(a[at + 1]) + count)

@@ -1,8 +1,8 @@
 """Threads that execute an instruction together: the lanes of a warp, the four warps of a warpgroup.
 
 A lane that reaches a collective instruction posts it and goes on; the last lane to post executes it for all, on arrays
-with one row a lane. Only when a lane wants a register that a posted instruction has yet to write does it wait. So a warp
-costs one switch a dependency, not one an instruction, and each lane still sees exactly what the hardware gives it:
+with one row a lane. Only when a lane wants a register that a posted instruction has yet to write does it wait. So a
+warp costs one switch a dependency, not one an instruction, and each lane still sees exactly what the hardware gives it:
 instructions execute in program order, since an instruction is complete only after all before it are.
 """
 
@@ -75,7 +75,8 @@ class Gang:
         raise thread.fault(
             faults.DivergentCollective,
             f"thread {thread.tid} executes {instruction.name} where thread{'s' if len(others) > 1 else ''} "
-            f"{faults.ranges(others)} of its {instruction.group} execute{'' if len(others) > 1 else 's'} {op.name}; all "
+            f"{faults.ranges(others)} of its {instruction.group} execute{'' if len(others) > 1 else 's'} {op.name}; "
+            f"all "
             f"{self.size} must execute the same",
             (thread.tid, *others),
         )
@@ -131,7 +132,8 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
         others = [warp * 32 + i for i in exchange.values]
         raise thread.fault(
             faults.DivergentCollective,
-            f"thread {thread.tid} executes {kind} (mask {mask:#010x}) where threads {faults.ranges(others)} of its warp "
+            f"thread {thread.tid} executes {kind} (mask {mask:#010x}) where threads {faults.ranges(others)} of its "
+            f"warp "
             f"execute {exchange.kind} for lanes {faults.ranges(exchange.members)}",
             (thread.tid, *others),
         )

@@ -137,7 +137,8 @@ class Launch:
             raise faults.LaunchLimit(f"a grid of {self.grid} blocks; at most 2^31 - 1, 65535 and 65535")
         if not 0 <= self.shared <= self.shared_limit:
             raise faults.LaunchLimit(
-                f"{self.shared} bytes of dynamic shared memory; a block of sm_{self.arch} has at most {self.shared_limit}"
+                f"{self.shared} bytes of dynamic shared memory; a block of sm_{self.arch} has at most "
+                f"{self.shared_limit}"
             )
 
     def _place(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -206,7 +207,8 @@ class Launch:
             ready.clear()
             fresh.clear()
             for thread in threads:
-                # A greenlet left suspended would keep its frames, and they the block: the collector does not see into them.
+                # A greenlet left suspended would keep its frames, and they the block: the collector does not see
+                # into them.
                 if not thread.dead:
                     thread.throw(GreenletExit)
             for block in blocks:
@@ -214,7 +216,8 @@ class Launch:
 
 
 def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:
-    """The kernel's function with each name meaning what it means on the emulator; made once a kernel and architecture."""
+    """The kernel's function with each name meaning what it means on the emulator; made once a kernel and
+    architecture."""
     key = ("emulator", arch)
     if key not in kernel.cache:
         memo: dict[int, Any] = {}

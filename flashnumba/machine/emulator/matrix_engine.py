@@ -153,7 +153,8 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
         if (array.touched[first : first + count] >= fences).any():
             raise thread.fault(
                 faults.MissingFence,
-                f"registers {first}..{first + count - 1} of a {declared.name} operand were touched after the last wgmma_fence()",
+                f"registers {first}..{first + count - 1} of a {declared.name} operand were touched after the last "
+                f"wgmma_fence()",
             )
         thread.flying[id(array), first] = array.start_flight(first, first + count, thread.wgmma_commits + 1, position)
     op = gang.post(thread, declared, args, key, lambda op, gang: _start(op, gang, declared, shape))
@@ -183,7 +184,7 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
         gathered(op, gang, 0, acc, threads)  # type: ignore[arg-type]
     for x, thread in zip(op.args, threads, strict=True):
         _rows(x[0], int(x[1]), shape.n // 2, thread, "out")
-        x[0].touched[int(x[1]) : int(x[1]) + shape.n // 2] = 1  # as good as written: nobody may look before the wait
+        x[0].init[int(x[1]) : int(x[1]) + shape.n // 2] = True  # as good as written: nobody may look before the wait
 
     def compute() -> None:
         a = a_values if a_descriptor is None else _operand(block, a_descriptor, 64, shape.a_mn, shape.dtype)
@@ -206,7 +207,8 @@ def _check_uniform(op: Op, threads: list[Thread], declared: Instruction, scalars
         if tuple(map(int, other[-1 - scalars :])) != first:
             raise thread.fault(
                 faults.DivergentCollective,
-                f"threads {threads[0].tid} and {thread.tid} execute {declared.name} with different descriptors or flags: "
+                f"threads {threads[0].tid} and {thread.tid} execute {declared.name} with different descriptors or "
+                f"flags: "
                 f"{first} and {tuple(map(int, other[-1 - scalars :]))}",
                 (threads[0].tid, thread.tid),
             )

@@ -26,8 +26,8 @@ POLLS = (
 
 # -- casts ------------------------------------------------------------------------------------------------------------
 def _integer_cast(name: str) -> Any:
-    """A function that cuts integers to a width as a register does, and says which dtype it stands for. Kernels hold integers
-    as Python's, which are 64 bits wide in Numba's arithmetic too."""
+    """A function that cuts integers to a width as a register does, and says which dtype it stands for. Kernels hold
+    integers as Python's, which are 64 bits wide in Numba's arithmetic too."""
     dtype = np.dtype(name)
     mask = (1 << dtype.itemsize * 8) - 1
     half = (mask >> 1) + 1

@@ -106,7 +106,8 @@ class SharedMemory:
     def check_read(self, lo: int, hi: int, thread: Thread, epoch: int = 0, align: int = 1, proxy: bool = False) -> None:
         """A read of bytes [lo, hi) by ``thread``, remembered under ``epoch`` (its own if 0).
 
-        ``proxy``: by the asynchronous proxy (a bulk copy, a wgmma), which sees ordinary stores only after a proxy fence.
+        ``proxy``: by the asynchronous proxy (a bulk copy, a wgmma), which sees ordinary stores only after a proxy
+        fence.
         """
         if not self.checks:
             return self.bounds(lo, hi, thread, align)
@@ -149,7 +150,8 @@ class SharedMemory:
     def check_write(
         self, lo: int, hi: int, thread: Thread, epoch: int = 0, align: int = 1, proxy: bool = False
     ) -> None:
-        """A write of bytes [lo, hi) by ``thread``, remembered under ``epoch`` (its own if 0); ``proxy`` as for a read."""
+        """A write of bytes [lo, hi) by ``thread``, remembered under ``epoch`` (its own if 0); ``proxy`` as for a
+        read."""
         if not self.checks:
             return self.bounds(lo, hi, thread, align)
         a, b = self._span(lo, hi, thread, align)
@@ -181,8 +183,8 @@ class SharedMemory:
         return None
 
     def check_atomic(self, lo: int, hi: int, thread: Thread) -> None:
-        """An atomic read-modify-write: it may meet other atomics, not plain accesses. With ``threadfence`` on both sides
-        it orders threads (PTX ISA, "Memory consistency model: synchronizes")."""
+        """An atomic read-modify-write: it may meet other atomics, not plain accesses. With ``threadfence`` on both
+        sides it orders threads (PTX ISA, "Memory consistency model: synchronizes")."""
         if not self.checks:
             return self.bounds(lo, hi, thread, hi - lo)
         a, b = self._span(lo, hi, thread, hi - lo)
@@ -223,8 +225,8 @@ class SharedMemory:
 
     # -- reader sets --------------------------------------------------------------------------------------------------
     def _with_reader(self, number: int, epoch: int, thread: Thread) -> int:
-        """The reader set that also holds ``epoch``; what is ordered before it needs no place beside it. Copies in flight
-        have one agent in common but no order, so none stands for another."""
+        """The reader set that also holds ``epoch``; what is ordered before it needs no place beside it. Copies in
+        flight have one agent in common but no order, so none stands for another."""
         orders, own, agent = thread.clock.orders, thread.tid, epoch >> SHIFT
         same = -1 if agent == self.block.flight else agent
         kept = {e for e in self.sets[number] if e >> SHIFT != own and e >> SHIFT != same and not orders(e)}
@@ -244,7 +246,8 @@ class SharedMemory:
         return number
 
     def _forget_sets(self) -> None:
-        """Drop the reader sets that no granule has; numbers are never used again, so what clocks remember stays true."""
+        """Drop the reader sets that no granule has; numbers are never used again, so what clocks remember stays
+        true."""
         used = {0, *self.reader}
         self.sets = {n: s for n, s in self.sets.items() if n in used}
         self.set_lines = {n: self.set_lines[n] for n in used}
@@ -285,7 +288,8 @@ class SharedMemory:
             raise thread.fault(
                 faults.MissingProxyFence,
                 f"{self.place(cell)} was written by an ordinary store of thread {agent}"
-                f"{' at ' + faults.describe(line) if line else ''}; without fence_proxy_async() between, the asynchronous proxy "
+                f"{' at ' + faults.describe(line) if line else ''}; without fence_proxy_async() between, the "
+                f"asynchronous proxy "
                 f"{'may not see it' if reading else 'may be overtaken by it'}",
             )
 

@@ -83,7 +83,8 @@ class Thread(greenlet):
         self.tick()
 
     def fence_memory(self) -> None:
-        """``threadfence``: later atomics publish what came before it, and what earlier atomics showed is now ordered."""
+        """``threadfence``: later atomics publish what came before it, and what earlier atomics showed is now
+        ordered."""
         if self.acquired is not None:
             self.learn(Clock(self.acquired))
             self.acquired = None
@@ -115,7 +116,8 @@ class Thread(greenlet):
         return True
 
     def poll(self, what: Any, patience: int) -> None:
-        """A poll in vain: let the others go on. Raises Deadlock after ``patience`` polls during which nothing happened."""
+        """A poll in vain: let the others go on. Raises Deadlock after ``patience`` polls during which nothing
+        happened."""
         launch = self.launch
         if self.progress != launch.progress:
             self.progress, self.polls = launch.progress, 0

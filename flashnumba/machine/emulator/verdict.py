@@ -1,18 +1,18 @@
 """What two accesses to one shared byte are called when nothing orders them.
 
-The name depends on the two accesses alone, never on which the emulator happened to execute first. Accesses are those of a
-thread, of a copy that a thread starts and waits for itself (``cp.async``, a bulk store), of a bulk load that reports to an
-mbarrier, and of a wgmma. ::
+The name depends on the two accesses alone, never on which the emulator happened to execute first. Accesses are
+those of a thread, of a copy that a thread starts and waits for itself (``cp.async``, a bulk store), of a bulk load that
+reports to an mbarrier, and of a wgmma. ::
 
     one access         the other               is
     thread             thread                  Race
-    thread             copy by a thread        Race, unless the thread comes after the copy's start: then in flight, as below
+    thread             copy by a thread        Race, but in flight if the thread comes after the copy's start
     thread writes      wgmma reads             the same
     thread reads       bulk load               ReadInFlight
     thread writes      bulk load               OverwriteInFlight
     wgmma reads        bulk load writes        OverwriteInFlight if the wgmma started first, ReadInFlight otherwise
 
-    in flight: ReadInFlight where a thread or a wgmma reads what the copy writes, OverwriteInFlight otherwise
+    In flight is ReadInFlight where a thread or a wgmma reads what the copy writes, OverwriteInFlight otherwise
 """
 
 from __future__ import annotations

@@ -161,7 +161,9 @@ def unwaited(broken: bool) -> Kernel:
 
 
 def _entry(name, fault, planted, make, plant, expected, line, size=32, **more):
-    return Entry(name, fault, planted, lambda broken: make(plant if broken else ""), vector(size, expected), line, **more)
+    return Entry(
+        name, fault, planted, lambda broken: make(plant if broken else ""), vector(size, expected), line, **more
+    )
 
 
 def _turned(x: np.ndarray) -> np.ndarray:
@@ -169,8 +171,8 @@ def _turned(x: np.ndarray) -> np.ndarray:
 
 
 ENTRIES = (
-    _entry("read_in_flight", ReadInFlight, "no cp_async_wait before the barrier and the read", cp_async, "wait", _turned,
-           "out[t] = s[63 - t]", 64, block=64, arch="80"),
+    _entry("read_in_flight", ReadInFlight, "no cp_async_wait before the barrier and the read", cp_async, "wait",
+           _turned, "out[t] = s[63 - t]", 64, block=64, arch="80"),
     _entry("race_after_cp_async", Race, "each thread waits for its own copies, no barrier for the others'", cp_async,
            "barrier", _turned, "cp_async_4(", 64, block=64, arch="80"),
     Entry("overwrite_in_flight", OverwriteInFlight, "a ring of two slots is filled two tiles ahead: one too many", ring,
@@ -181,16 +183,16 @@ ENTRIES = (
            stored_tiles, "read", lambda x: x + 1, "s[t] = x[", 64),
     _entry("proxy_fence_bulk_store", MissingProxyFence, "no fence_proxy_async() between stores and a bulk store",
            stored_tiles, "fence", lambda x: x + 1, "bulk_store(", 64, threads=(0,)),
-    _entry("proxy_fence_mbarrier", MissingProxyFence, "no fence between mbarrier_init and the copy engine", loaded, "fence",
-           _turned, "bulk_load(", threads=(0,)),
-    _entry("mbarrier_uninitialised", MbarrierMisuse, "nobody initialises the mbarrier", loaded, "uninitialised", _turned,
-           "mbarrier_"),
-    _entry("mbarrier_not_ordered", MbarrierMisuse, "no barrier between mbarrier_init and its users", loaded, "order", _turned,
-           "mbarrier_wait"),
-    _entry("mbarrier_as_memory", MbarrierMisuse, "an ordinary store into an mbarrier's bytes", loaded, "ordinary", _turned,
-           "bars[0] = ", threads=(1,)),
-    _entry("mbarrier_overrun", MbarrierMisuse, "one arrival more than the mbarrier was initialised for", loaded, "arrives",
-           _turned, "mbarrier_arrive(bar)", threads=(0,)),
+    _entry("proxy_fence_mbarrier", MissingProxyFence, "no fence between mbarrier_init and the copy engine", loaded,
+           "fence", _turned, "bulk_load(", threads=(0,)),
+    _entry("mbarrier_uninitialised", MbarrierMisuse, "nobody initialises the mbarrier", loaded, "uninitialised",
+           _turned, "mbarrier_"),
+    _entry("mbarrier_not_ordered", MbarrierMisuse, "no barrier between mbarrier_init and its users", loaded,
+           "order", _turned, "mbarrier_wait"),
+    _entry("mbarrier_as_memory", MbarrierMisuse, "an ordinary store into an mbarrier's bytes", loaded, "ordinary",
+           _turned, "bars[0] = ", threads=(1,)),
+    _entry("mbarrier_overrun", MbarrierMisuse, "one arrival more than the mbarrier was initialised for", loaded,
+           "arrives", _turned, "mbarrier_arrive(bar)", threads=(0,)),
     _entry("mbarrier_twice", MbarrierMisuse, "an mbarrier in use is initialised again", loaded, "twice", _turned,
            "mbarrier_init(", threads=(0,)),
     Entry("unfinished_cp_async", UnfinishedCopy, "the kernel returns with a cp.async in flight", unwaited,

@@ -172,7 +172,7 @@ def two_shuffles(broken: bool) -> Kernel:
     def two_shuffles(x, out):
         lane = cuda.threadIdx.x
         value = x[lane]
-        if broken and lane >= 16:
+        if broken and lane >= 16:  # noqa: SIM108  written as the warp executes it
             other = shfl_down(value, int32(1))
         else:
             other = shfl_xor(value, int32(1))
@@ -215,8 +215,8 @@ def _swapped(by: int):
 
 
 ENTRIES = (
-    Entry("barrier_after_return", DivergentBarrier, "threads beyond the row return before a syncthreads()", early_return,
-          vector(50, lambda x: x[::-1]), "cuda.syncthreads()", block=64),
+    Entry("barrier_after_return", DivergentBarrier, "threads beyond the row return before a syncthreads()",
+          early_return, vector(50, lambda x: x[::-1]), "cuda.syncthreads()", block=64),
     Entry("barrier_in_two_places", DivergentBarrier, "half of the block comes to another syncthreads()", two_places,
           vector(64, lambda x: x[::-1]), "cuda.syncthreads()", block=64),
     Entry("barrier_counts", BarrierMismatch, "bar_sync with another count than bar_arrive", producer,
@@ -224,9 +224,11 @@ ENTRIES = (
     Entry("deadlock_named_barrier", Deadlock, "arrive on one named barrier, wait at another", another_number,
           vector(32, lambda x: x[::-1]), "bar_sync(1, 64)", block=64, threads=tuple(range(32, 64))),
     Entry("deadlock_bytes", Deadlock, "an mbarrier is told to expect bytes that no copy brings",
-          lambda broken: counted("bytes" if broken else ""), vector(32, lambda x: x.sum(), 1), "mbarrier_wait(bar", threads=(0,)),
+          lambda broken: counted("bytes" if broken else ""), vector(32, lambda x: x.sum(), 1), "mbarrier_wait(bar",
+          threads=(0,)),
     Entry("deadlock_arrivals", Deadlock, "an mbarrier expects one arrival more than there are threads",
-          lambda broken: counted("missing" if broken else ""), vector(32, lambda x: x.sum(), 1), "mbarrier_wait(bar", threads=(0,)),
+          lambda broken: counted("missing" if broken else ""), vector(32, lambda x: x.sum(), 1),
+          "mbarrier_wait(bar", threads=(0,)),
     Entry("deadlock_polling", Deadlock, "a loop polls for a phase that never ends", polled,
           vector(32, lambda x: x[::-1]), "mbarrier_try_wait(bar", block=64, threads=tuple(range(32, 64))),
     Entry("deadlock_shuffle", Deadlock, "one lane skips a shuffle that its warp executes", absent_lane,

@@ -31,13 +31,15 @@ A_BYTES, B_BYTES = 64 * 32, 8 * 32
 
 
 def cores(matrix: np.ndarray) -> np.ndarray:
-    """[..., rows, 16] halves as wgmma wants them without a swizzle: core matrices of 8 rows by 16 bytes, one after another."""
+    """[..., rows, 16] halves as wgmma wants them without a swizzle: core matrices of 8 rows by 16 bytes, one after
+    another."""
     *more, rows, _ = matrix.shape
     return np.ascontiguousarray(matrix.reshape(*more, rows // 8, 8, 2, 8).swapaxes(-3, -2)).reshape(*more, -1)
 
 
 def product(plant: str) -> Kernel:
-    """out[64, 8] = sum of a[64, 16] b_i[8, 16]^T over two tiles b_i, which ordinary stores bring one after the other."""
+    """out[64, 8] = sum of a[64, 16] b_i[8, 16]^T over two tiles b_i, which ordinary stores bring one after the
+    other."""
 
     @kernel(threads=128, arch="90a")
     def product(a, b, out):
@@ -131,14 +133,15 @@ def _entry(name, fault, planted, plant, line, **more):
 
 
 ENTRIES = (
-    _entry("accumulator_in_flight", AccumulatorInFlight, "no wgmma_wait before the accumulators are read", "accumulator",
-           "= acc[i]"),
+    _entry("accumulator_in_flight", AccumulatorInFlight, "no wgmma_wait before the accumulators are read",
+           "accumulator", "= acc[i]"),
     _entry("missing_fence", MissingFence, "no wgmma_fence() before the first wgmma", "fence", "multiply(acc"),
     _entry("missing_fence_touched", MissingFence, "an accumulator is changed between two wgmma with no fence", "touch",
            "multiply(acc"),
-    _entry("proxy_fence_wgmma", MissingProxyFence, "no fence_proxy_async() between stores and the wgmma that reads them",
-           "proxy", "multiply(acc"),
-    _entry("overwrite_operand", OverwriteInFlight, "the next tile is stored before the wgmma that reads this one is waited for",
+    _entry("proxy_fence_wgmma", MissingProxyFence,
+           "no fence_proxy_async() between stores and the wgmma that reads them", "proxy", "multiply(acc"),
+    _entry("overwrite_operand", OverwriteInFlight,
+           "the next tile is stored before the wgmma that reads this one is waited for",
            "operand", "smem[1024 + t] = b[tile, t]"),
     Entry("slot_released_early", OverwriteInFlight, "a consumer releases a slot before its wgmma is waited for", slots,
           _inputs(3), "bulk_load(b_tile", block=160, threads=(128,)),
