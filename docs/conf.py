@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -22,8 +22,8 @@ sys.path[:0] = [str(DOCS), str(ROOT)]
 # The kernels that execute lessons import the same package.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
-import generators
-from generators.autodoc import KernelDocumenter
+import generators  # noqa: E402
+from generators.autodoc import KernelDocumenter  # noqa: E402
 
 project = "flashnumba"
 copyright = "flashnumba's authors, Apache-2.0"
@@ -70,6 +70,13 @@ def generate(app):
     generators.write(DOCS, execute=app.config.nb_execution_mode != "off")
 
 
+def source_module(app, module, attribute):
+    """Where viewcode looks for a name: an alias such as ``State = tuple[...]`` claims to come from builtins."""
+    value = getattr(import_module(module), attribute.split(".")[0], None)
+    return module if getattr(value, "__module__", "") == "builtins" else None
+
+
 def setup(app):
     app.add_autodocumenter(KernelDocumenter)
     app.connect("builder-inited", generate)
+    app.connect("viewcode-follow-imported", source_module)

@@ -18,7 +18,11 @@ def put(path: Path, text: str) -> None:
 
 
 def copy_lessons(source: Path, target: Path) -> list[str]:
-    """Make ``target`` hold the notebooks of ``source`` and nothing else; their names in order. Either may be missing."""
+    """Make ``target`` hold the notebooks of ``source`` and nothing else. Either may be missing.
+
+    Returns:
+        Their names without the ending, in order.
+    """
     found = {path.name: path for path in sorted(source.glob("[0-9][0-9]_*.ipynb"))}
     target.mkdir(parents=True, exist_ok=True)
     for stale in target.iterdir():

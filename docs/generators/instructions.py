@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from flashnumba.machine import instructions as every
@@ -37,9 +38,9 @@ def factories(family: str) -> Iterator[tuple[str, Callable[..., Instruction]]]:
     module = import_module(f"{every.__name__}.{family}")
     for name in module.__all__:
         value = getattr(module, name)
-        if not isinstance(value, Instruction) and inspect.isroutine(inspect.unwrap(value)):
-            if inspect.signature(value).return_annotation in ("Instruction", Instruction):
-                yield name, value
+        makes = inspect.signature(value).return_annotation if inspect.isroutine(inspect.unwrap(value)) else None
+        if makes in ("Instruction", Instruction):
+            yield name, value
 
 
 def table() -> str:
@@ -51,7 +52,7 @@ def table() -> str:
 
 def section(family: str) -> str:
     lines = [f"## {family}", "", "```{eval-rst}", *module_docstring(family), ""]
-    lines += [".. list-table::", "   :class: instructions", "   :header-rows: 1", "   :widths: 42 14 44", ""]
+    lines += [".. list-table::", "   :class: instructions", "   :header-rows: 1", "   :widths: 38 13 49", ""]
     lines += ["   * - call", "     - needs", "     - what it does"]
     for declared in DECLARED:
         if declared.family == family:
@@ -73,8 +74,8 @@ def parameters(make: Callable[..., Any]) -> Iterator[str]:
 def module_docstring(family: str) -> list[str]:
     path = import_module(f"{every.__name__}.{family}").__file__
     assert path is not None
-    with open(path, encoding="utf-8") as source:
-        return (ast.get_docstring(ast.parse(source.read())) or "").splitlines()
+    source = Path(path).read_text(encoding="utf-8")
+    return (ast.get_docstring(ast.parse(source)) or "").splitlines()
 
 
 def returned(declared: Instruction) -> str:

@@ -74,7 +74,7 @@ def cell(value: Any) -> str:
     """A value as a table shows it: four digits of a fraction, a tick for true.
 
     >>> cell(0.98765), cell(4.25e12), cell(262144), cell(None), cell([1, 2]), cell(True)
-    ('0.9876', '4.25e+12', '262144', '-', '1, 2', 'yes')
+    ('0.9877', '4.25e+12', '262144', '-', '1, 2', 'yes')
     """
     if value is None:
         return "-"

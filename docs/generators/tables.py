@@ -14,7 +14,7 @@ from flashnumba.ladder import STAGES, Rung, Stage
 from flashnumba.machine import emulator
 from flashnumba.machine.emulator.tensor_core import RULES
 from flashnumba.machine.instructions import APPROXIMATIONS
-from flashnumba.machine.occupancy import MACHINES, NOTES, Budget, Machine, budget, draw_budget
+from flashnumba.machine.occupancy import MACHINES, NOTES, budget, draw_budget
 
 __all__ = ["budgets", "conformance", "draw_budgets", "faults", "ladder", "lessons", "markdown", "tensor_core"]
 
@@ -33,17 +33,17 @@ def ladder(there: Sequence[str]) -> str:
 
 def stage_section(stage: Stage, there: Sequence[str]) -> str:
     lesson = f"Lesson: [{stage.lesson}](/lessons/{stage.lesson}.ipynb). " if stage.lesson in there else ""
-    package = f"flashnumba.stages.{stage.name}"
-    rows = [
-        (f"`{r.name}`", r.tier, needs(r), r.traffic or "-", r.summary + (f" (must fail: {r.must_fail})" if r.must_fail else ""))
-        for r in stage.rungs
-    ]  # fmt: skip
+    rows = [(f"`{rung.name}`", rung.tier, needs(rung), rung.traffic or "-", summary(rung)) for rung in stage.rungs]
     return (
         f"## {stage.title}\n\n{stage.question} It teaches {stage.teaches}.\n\n"
         + markdown(("rung", "tier", "needs", "traffic", "what it does"), rows)
-        + f"\n{lesson}Mathematics and sources: {{py:mod}}`{package}.reference`. "
+        + f"\n{lesson}Mathematics and sources: {{py:mod}}`flashnumba.stages.{stage.name}.reference`. "
         + f"Run it: `flashnumba walkthrough --stage {stage.name}`.\n"
     )
+
+
+def summary(rung: Rung) -> str:
+    return rung.summary + (f" (must fail: {rung.must_fail})" if rung.must_fail else "")
 
 
 def needs(rung: Rung) -> str:
@@ -77,19 +77,20 @@ def conformance(folder: Path) -> str:
         programs = {key.rsplit(".", 1)[0] for key in held}
     names = set(about["instructions"])
     inexact = sorted(names & APPROXIMATIONS.keys())
-    rows = [
-        (f"`{name}`", f"{APPROXIMATIONS[name].ulps:g}", f"{APPROXIMATIONS[name].absolute:.2g}" if APPROXIMATIONS[name].absolute else "-")
-        for name in inexact
-    ]  # fmt: skip
     return (
-        f"Recorded on one {about['device']} (sm_{about['arch']}): the inputs and outputs of **{len(names)} instructions**, and the "
-        f"memory that **{len(programs)} programs** around asynchronous instructions (`cp.async`, bulk and tensor copies, "
-        "named barriers, mbarriers, `wgmma`) left behind. "
+        f"Recorded on one {about['device']} (sm_{about['arch']}): the inputs and outputs of **{len(names)} "
+        f"instructions**, and the memory that **{len(programs)} programs** around asynchronous instructions "
+        "(`cp.async`, bulk and tensor copies, named barriers, mbarriers, `wgmma`) left behind. "
         f"The tests demand every bit of {len(names) - len(inexact)} of the instructions and of all programs. The other "
         f"{len(inexact)} are approximations, whose low bits the hardware leaves open; for them the emulator gives the "
         "correctly rounded result, and the hardware's must lie within the bound that the PTX ISA states:\n\n"
-        + markdown(("instruction", "units in the last place", "or absolutely"), rows)
+        + markdown(("instruction", "units in the last place", "or absolutely"), map(bound, inexact))
     )
+
+
+def bound(name: str) -> tuple[str, ...]:
+    allowed = APPROXIMATIONS[name]
+    return (f"`{name}`", f"{allowed.ulps:g}", f"{allowed.absolute:.2g}" if allowed.absolute else "-")
 
 
 def tensor_core() -> str:
@@ -97,32 +98,22 @@ def tensor_core() -> str:
     rows = []
     for (unit, first), formats in RULES.items():
         for operand, rule in formats.items():
-            what = "as float16, then added in float32" if rule.as_f16 else f"{rule.result_bits} bits"
-            rows.append((f"`{unit}`", f"sm_{first}", operand, rule.chunk, rule.fraction_bits, what))
-    return markdown(("unit", "since", "operands", "products a step", "bits kept below the largest exponent", "result's fraction"), rows)  # fmt: skip
+            result = "as float16, then added in float32" if rule.as_f16 else f"{rule.result_bits} bits"
+            rows.append((f"`{unit}`", f"sm_{first}", operand, rule.chunk, rule.fraction_bits, result))
+    heads = ("unit", "since", "operands", "products a step", "bits kept below the largest", "result's fraction")
+    return markdown(heads, rows)
 
 
 # -- the notes' machine and NVIDIA's ----------------------------------------------------------------------------------
-def beside() -> list[tuple[Machine, Budget]]:
-    """256 threads with all the registers a thread may have, on every machine."""
-    return [(m, budget(m, threads=256, registers=m.max_registers)) for m in (NOTES, *(MACHINES[a] for a in MACHINES if a != "notes"))]  # fmt: skip
-
-
 def budgets() -> str:
+    """256 threads with all the registers a thread may have, on every machine."""
     rows = []
-    for machine, one in beside():
-        kb = 4 * one.takes["registers"] // 1024, 4 * one.holds["registers"] // 1024
-        left = machine.shared_within(one.blocks) if one.blocks else 0
-        rows.append((machine.name, machine.warp, machine.max_registers, f"{kb[0]} of {kb[1]} KB", one.blocks, f"{left / 1024:.4g} of {machine.shared // 1024} KB"))  # fmt: skip
-    heads = (
-        "machine",
-        "warp",
-        "registers a thread",
-        "registers a block",
-        "blocks",
-        "shared memory a block may then take",
-    )
-    return markdown(heads, rows)
+    for machine in (NOTES, *(machine for machine in MACHINES.values() if machine is not NOTES)):
+        one = budget(machine, threads=256, registers=machine.max_registers)
+        taken, all_of_it = 4 * one.takes["registers"] // 1024, 4 * one.holds["registers"] // 1024
+        shared = f"{machine.shared_within(one.blocks) / 1024:.4g} of {machine.shared // 1024} KB"
+        rows.append((machine.name, machine.max_registers, f"{taken} of {all_of_it} KB", one.blocks, shared))
+    return markdown(("machine", "registers a thread", "registers a block", "blocks", "shared memory for each"), rows)
 
 
 def draw_budgets(path: Path) -> None:
