@@ -33,7 +33,7 @@ NOTEBOOK = {
 def pages() -> list[Path]:
     """Every Markdown file of the repository that somebody reads as it is."""
     written = [p for p in DOCS.rglob("*.md") if not {"_build", "generated"} & set(p.relative_to(DOCS).parts)]
-    return [ROOT / "README.md", ROOT / "flashnumba" / "data" / "README.md", *written]
+    return [ROOT / "README.md", *(ROOT / "lessons").glob("*.md"), ROOT / "flashnumba" / "data" / "README.md", *written]
 
 
 def lesson(folder: Path, name: str) -> None:

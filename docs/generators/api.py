@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from flashnumba.ladder import NAMES
+
 __all__ = ["MACHINE", "modules_of", "pages"]
 
 MACHINE = (
@@ -30,6 +32,18 @@ def documented(module: str) -> bool:
     return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) is not None
 
 
+def stages() -> list[str]:
+    """What a stage is, then each stage in the order of the ladder, then what they share."""
+    found, root = modules_of("flashnumba.stages"), "flashnumba.stages"
+    order = ["stage", *NAMES]
+
+    def place(module: str) -> int:
+        head = module.removeprefix(root + ".").split(".")[0]
+        return order.index(head) if head in order else len(order)
+
+    return sorted(found, key=place)
+
+
 def automodule(name: str, pages: set[str]) -> str:
     """A module's section. What it only passes on from another module of these pages is documented there."""
     module = import_module(name)
@@ -39,13 +53,13 @@ def automodule(name: str, pages: set[str]) -> str:
         if getattr(getattr(module, member), "__module__", name) in pages - {name}
     ]
     exclude = f"   :exclude-members: {', '.join(passed_on)}\n" if passed_on else ""
-    return f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n{exclude}```\n"
+    return f"## {name}\n\n```{{eval-rst}}\n.. highlight:: text\n\n.. automodule:: {name}\n{exclude}```\n"
 
 
 def pages() -> dict[str, str]:
     """Markdown for each page under ``api/``, by name."""
     groups = {
-        "stages": modules_of("flashnumba.stages"),
+        "stages": stages(),
         "tiles": modules_of("flashnumba.tiles"),
         "machine": [f"flashnumba.machine.{name}" for name in MACHINE],
         "project": ["flashnumba.ladder", "flashnumba.compare", "flashnumba.data", *modules_of("flashnumba.bench")],

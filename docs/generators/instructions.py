@@ -51,7 +51,7 @@ def table() -> str:
 
 
 def section(family: str) -> str:
-    lines = [f"## {family}", "", "```{eval-rst}", *module_docstring(family), ""]
+    lines = [f"## {family}", "", "```{eval-rst}", ".. highlight:: text", "", *module_docstring(family), ""]
     lines += [".. list-table::", "   :class: instructions", "   :header-rows: 1", "   :widths: 38 13 49", ""]
     lines += ["   * - call", "     - needs", "     - what it does"]
     for declared in DECLARED:
@@ -91,7 +91,7 @@ def row(call: str, declared: Instruction, doc: str) -> list[str]:
     operands = "; ".join(map(operand, declared.operands))
     first = [call, *(["", operands] if operands else [])]
     needs = ["| sm_" + declared.arch, "| " + declared.group, "| effect: " + declared.effect]
-    does = [*plain(doc).splitlines(), "", ".. code-block:: text", "   :class: ptx", "", f"   {declared.ptx}"]
+    does = [*plain(doc).splitlines(), "", ".. code-block::", "   :class: ptx", "", f"   {declared.ptx}"]
     cells = [("   * - ", first), ("     - ", needs), ("     - ", does)]
     return [
         (mark if i == 0 else " " * 7) + line if line else ""

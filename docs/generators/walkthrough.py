@@ -31,7 +31,7 @@ def write(folder: Path, *, execute: bool) -> None:
     if done.returncode:
         raise RuntimeError(f"flashnumba walkthrough ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     printed = "\n".join(line.rstrip() for line in done.stdout.splitlines() if not line.startswith("figure: "))
-    text = f"```text\n{printed.strip()}\n```\n"
+    text = f"```{{code-block}} text\n:class: terminal\n\n{printed.strip()}\n```\n"
     for stage in STAGES:
         alt = f"What the walkthrough draws of the stage {stage.name}"
         text += f"\n## The figure of {stage.name}\n\n![{alt}](/generated/{stage.name}.png)\n"
