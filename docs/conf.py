@@ -43,6 +43,7 @@ nb_execution_mode = "force"
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables that a cell displays
 
 autodoc_default_options = {"members": True, "member-order": "bysource", "no-value": True}
 autodoc_typehints = "signature"
@@ -64,7 +65,7 @@ html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
 pygments_style = "friendly"
-pygments_dark_style = "native"
+pygments_dark_style = "github-dark"
 
 
 def generate(app):
