@@ -87,8 +87,8 @@ class Thread(greenlet):
             self.launch.hub.switch()
         self.waiting = None
 
-    def give_way(self) -> None:
-        """Let all others that can go on have a turn."""
+    def give_way(self) -> bool:
+        """Let all others that can go on have a turn; False if there is none."""
         ready = self.launch.ready
         if self.launch.fresh:
             ready.append(self)
@@ -96,6 +96,9 @@ class Thread(greenlet):
         elif ready:
             ready.append(self)
             ready.popleft().switch()
+        else:
+            return False
+        return True
 
     def flush(self) -> None:
         """Wait until every collective this thread has posted is executed."""

@@ -11,7 +11,10 @@ Everything that happened before the release is seen after an acquire that reads 
 from one thread to its block. Waiting for another block is sound only if all of them are resident at once: declare the
 kernel with ``concurrent=True``.
 
-On the emulator these are plain reads and writes of global memory, taken one lane after the other.
+A word that is itself all there is to hand over needs no order: the *relaxed* forms are single accesses that bypass L1.
+
+On the emulator these are plain reads and writes of global memory, taken one lane after the other. A thread that loads
+the same value from the same place again is taken to be waiting for it to change: it gives way to all other threads.
 
 Source: PTX ISA, "Memory Consistency Model"; ld.acquire, st.release, red, atom.
 """
@@ -22,47 +25,72 @@ from typing import Any
 
 import numpy as np
 
+from flashnumba.machine.emulator import faults
 from flashnumba.machine.instruction import Instruction, Scalar, instruction
 
 __all__ = [
     "atom_add_acq_rel_gpu_u32",
     "ld_acquire_gpu_b32",
     "ld_acquire_gpu_b64",
+    "ld_relaxed_gpu_b64",
     "red_add_release_gpu_u32",
     "st_release_gpu_b32",
     "st_release_gpu_b64",
+    "st_relaxed_gpu_b64",
 ]
 
+PATIENCE = 100_000
+"""Loads of one unchanged value, with every other thread having had its turn in between, that are called a deadlock."""
 
-def _acquire(bits: int) -> Instruction:
-    dtype = np.dtype(f"u{bits // 8}")
 
-    def emulate(memory: Any, addr: np.ndarray) -> np.ndarray:
-        return np.ascontiguousarray(memory.read_global(addr, dtype.itemsize)).view(dtype)[..., 0]
+def _polled(thread: Any, address: int, nbytes: int) -> int:
+    """A load; the value, as an unsigned integer. Seen a second time in a row, it lets all others have a turn first."""
+    address = int(address)
+    memory = thread.launch.memory
+    value = int.from_bytes(memory.load(address, nbytes, thread).tobytes(), "little")
+    last, seen = thread.spins.get(address, (None, 0))
+    if value == last:
+        seen += 1
+        if seen > PATIENCE or not thread.give_way():
+            # Nobody else can go on, so nobody is left to change it.
+            raise thread.fault(
+                faults.Deadlock,
+                f"thread {thread.tid} spins on the {nbytes} bytes at global address {address:#x}: they stay {value:#x}",
+            )
+        value = int.from_bytes(memory.load(address, nbytes, thread).tobytes(), "little")
+        if value != last:
+            seen = 0
+    thread.spins[address] = (value, seen)
+    return value
+
+
+def _load(bits: int, order: str, doc: str) -> Instruction:
+    def emulate(thread: Any, addr: int) -> int:
+        return _polled(thread, addr, bits // 8)
 
     emulate.__module__ = __name__
     return instruction(
-        f"ld_acquire_gpu_b{bits}",
-        f"ld.acquire.gpu.global.b{bits} %result, [%addr];",
+        f"ld_{order}_gpu_b{bits}",
+        f"ld.{order}.gpu.global.b{bits} %result, [%addr];",
         (Scalar("addr", "u64"),),
         returns=f"u{bits}",
-        effect="memory",
-        doc=f"Load {bits} bits; what was released before that value was stored is seen by every later access.",
+        effect="control",
+        doc=doc,
     )(emulate)
 
 
-def _release(bits: int) -> Instruction:
+def _store(bits: int, order: str, doc: str) -> Instruction:
     def emulate(memory: Any, addr: np.ndarray, value: np.ndarray) -> tuple[()]:
         memory.write_global(addr, np.ascontiguousarray(np.asarray(value)[..., None]).view(np.uint8))
         return ()
 
     emulate.__module__ = __name__
     return instruction(
-        f"st_release_gpu_b{bits}",
-        f"st.release.gpu.global.b{bits} [%addr], %value;",
+        f"st_{order}_gpu_b{bits}",
+        f"st.{order}.gpu.global.b{bits} [%addr], %value;",
         (Scalar("addr", "u64"), Scalar("value", f"u{bits}")),
         effect="memory",
-        doc=f"Store {bits} bits; whoever acquires that value sees every access made before this one.",
+        doc=doc,
     )(emulate)
 
 
@@ -77,10 +105,14 @@ def _add(memory: Any, addr: np.ndarray, value: np.ndarray) -> np.ndarray:
     return before[()]
 
 
-ld_acquire_gpu_b32 = _acquire(32)
-ld_acquire_gpu_b64 = _acquire(64)
-st_release_gpu_b32 = _release(32)
-st_release_gpu_b64 = _release(64)
+_ACQUIRES = "what was released before that value was stored is seen by every later access."
+_RELEASES = "whoever acquires that value sees every access made before this one."
+ld_acquire_gpu_b32 = _load(32, "acquire", f"Load 32 bits; {_ACQUIRES}")
+ld_acquire_gpu_b64 = _load(64, "acquire", f"Load 64 bits; {_ACQUIRES}")
+ld_relaxed_gpu_b64 = _load(64, "relaxed", "Load 64 bits as other blocks left them; it orders no other access.")
+st_release_gpu_b32 = _store(32, "release", f"Store 32 bits; {_RELEASES}")
+st_release_gpu_b64 = _store(64, "release", f"Store 64 bits; {_RELEASES}")
+st_relaxed_gpu_b64 = _store(64, "relaxed", "Store 64 bits, whole, for other blocks; it orders no other access.")
 
 
 @instruction(
