@@ -20,7 +20,8 @@ from flashnumba.machine import gpu
 from flashnumba.machine.function import DeviceFunction, Kernel, named_values
 
 __all__ = [
-    "Resources", "Source", "Table", "check", "machine", "resources", "results", "show_source", "style", "table", "timed",
+    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "results", "show_results",
+    "show_source", "style", "table", "timed",
 ]  # fmt: skip
 
 
@@ -179,14 +180,49 @@ def record_resources(names: Sequence[str], arch: str = "90a") -> None:
     _record().write_text(json.dumps(found, indent=2) + "\n")
 
 
-def results(stage: str) -> Any:
+def results(stage: str) -> dict[str, Any] | None:
     """What ``flashnumba bench`` wrote about a stage on a GPU, from ``docs/results``; None if it is not there."""
     path = folder().parent / "docs" / "results" / f"{stage}.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def show_results(stage: str) -> list[Table]:
+    """Print what was measured and where, then show each table of the result file of a stage."""
+    held = results(stage)
+    if held is None:
+        print(f"docs/results/{stage}.json is not here: `flashnumba bench` writes it, on a GPU")
+        return []
+    tables: list[Table] = []
+
+    def walk(part: dict[str, Any], before: str) -> None:
+        for key, value in part.items():
+            name = f"{before}{key.replace('_', ' ')}"
+            if isinstance(value, dict):
+                walk(value, f"{name} ")
+            elif isinstance(value, list) and value and isinstance(value[0], dict):
+                heads = list(dict.fromkeys(head for row in value for head in row))
+                words = [head.replace("_", " ") for head in heads]
+                tables.append(table(words, [[row.get(head, "-") for head in heads] for row in value]))
+            else:
+                print(f"{name}: {value}")
+
+    walk(held, "")
+    _display(tables)
+    return tables
+
+
+def _display(shown: Sequence[Any]) -> None:
+    """Show in a notebook, print elsewhere."""
+    try:
+        from IPython.display import display
+    except ImportError:
+        display = print
+    for one in shown:
+        display(one)
+
+
 # -- exercises --------------------------------------------------------------------------------------------------------
-def check(name: str, ok: bool | None | Callable[[], bool | None], hint: str = "") -> bool:
+def check(name: str, ok: bool | Callable[[], bool | None] | None, hint: str = "") -> bool:
     """Say whether an exercise is solved. A wrong or missing solution is told, never raised.
 
     Args:
@@ -203,9 +239,10 @@ def check(name: str, ok: bool | None | Callable[[], bool | None], hint: str = ""
 
 
 def style() -> None:
-    """Type and lines that can be read in a notebook and in the docs."""
+    """Type and lines that can be read in a notebook and in the docs; figures made without pyplot are shown too."""
     import matplotlib.pyplot as plt
 
+    plt.switch_backend(plt.get_backend())  # a notebook's backend learns to show figures when it is loaded
     plt.rcParams.update({
         "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
         "axes.spines.right": False, "figure.dpi": 110, "figure.constrained_layout.use": True, "legend.frameon": False,
