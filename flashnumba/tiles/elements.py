@@ -19,6 +19,7 @@ from functools import cache
 from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instruction import Instruction
 from flashnumba.machine.instructions import (
     bf16_to_f32,
     bf16x2_high,
@@ -38,6 +39,8 @@ from flashnumba.machine.instructions import (
     ld_global_once_v4,
     ld_global_v2,
     ld_global_v4,
+    max_bf16x2,
+    max_f16x2,
     pack_bf16x2,
     pack_f16x2,
     st_global_b16,
@@ -51,7 +54,7 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import float16, float32, uint16, uint32
 
-__all__ = ["HINTS", "ITEMSIZE", "Scalar", "Vectors", "round_bf16", "scalar", "vectors"]
+__all__ = ["HINTS", "ITEMSIZE", "Scalar", "Vectors", "arch_of", "round_bf16", "scalar", "vectors"]
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Element types and their bytes."""
@@ -59,6 +62,11 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 HINTS = ("plain", "once", "stream")
 """What caches are told: nothing; that each byte is read and written once; the same, and that L2 may let it go first.
 The last two read through the read-only path, so they are not for kernels that work in place."""
+
+
+def arch_of(element: str, arch: str) -> str:
+    """The smallest architecture of a kernel made for ``arch``: what is done to 16-bit pairs is for 75 or from 80 on."""
+    return "80" if ITEMSIZE[element] == 2 and int(arch.rstrip("a")) >= 80 else "75"
 
 
 @device
@@ -134,6 +142,7 @@ class Vectors(NamedTuple):
         store: ``store(address, raw, at)``.
         low, high: ``low(word) -> float32``.
         pack: ``pack(low, high) -> word``, rounded to nearest; ``high`` is ignored where a word holds one element.
+        larger: ``larger(word, word) -> word``, the greater in each half; None where there is no such instruction.
     """
 
     elements: int
@@ -145,6 +154,7 @@ class Vectors(NamedTuple):
     low: DeviceFunction
     high: DeviceFunction
     pack: DeviceFunction
+    larger: Instruction | None
 
 
 @cache
@@ -160,14 +170,12 @@ def vectors(element: str, nbytes: int, hint: str = "plain", arch: str = "80") ->
     if nbytes not in (16, 8, 4, 2) or nbytes < itemsize:
         raise ValueError(f"vectors of {nbytes} bytes of {element}; the widths are 16, 8, 4 and {itemsize}")
     low, high, pack = _conversions(element, nbytes, arch)
-    nothing = {
-        "float32": 0xFF800000,
-        "float16": 0xFC00FC00,
-        "bfloat16": 0xFF80FF80,
-    }[element]
+    nothing = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}[element]
+    pairs = itemsize == 2 and nbytes > 2
+    larger = {"float16": max_f16x2, "bfloat16": max_bf16x2}.get(element) if pairs and int(arch.rstrip("a")) >= 80 else None
     return Vectors(
-        nbytes // itemsize, max(1, nbytes // 4), itemsize == 2 and nbytes > 2, nothing,
-        _LOADS[nbytes, hint != "plain"], _STORES[nbytes, hint], low, high, pack,
+        nbytes // itemsize, max(1, nbytes // 4), pairs, nothing,
+        _LOADS[nbytes, hint != "plain"], _STORES[nbytes, hint], low, high, pack, larger,
     )  # fmt: skip
 
 

@@ -92,10 +92,11 @@ def _make_block_reduction(threads: int, barrier: bool, over_lanes: DeviceFunctio
 
 @cache
 def make_block_merge(threads: int, barrier: bool = True, rescaled: bool = True) -> DeviceFunction:
-    """``block_merge(maxima, sums, m, d, state)``: the state of a block from the state of each of its warps.
+    """``block_merge(maxima, sums, at, m, d, state)``: the state of a block from the state of each of its warps.
 
-    ``m`` and ``d`` are those of the warp, the same in all its lanes; ``maxima`` and ``sums`` are float32[32] in shared
-    memory, free again after the next barrier; the result is ``state[0:2]``, a local float32 array, in every thread.
+    ``m`` and ``d`` are those of the warp, the same in all its lanes; the 32 elements of ``maxima`` and ``sums``, float32
+    arrays in shared memory, from ``at`` on are used, and are free again after the next barrier. The result is
+    ``state[0:2]``, a local float32 array, the same in every thread.
 
     Args:
         threads: of the block.
@@ -104,18 +105,18 @@ def make_block_merge(threads: int, barrier: bool = True, rescaled: bool = True) 
     warps, over_max, over_sum = threads // 32, lanes_max(), lanes_sum()
 
     @device
-    def block_merge(maxima, sums, m, d, state):
+    def block_merge(maxima, sums, at, m, d, state):
         lane = cuda.threadIdx.x & 31
         if lane == 0:
-            maxima[cuda.threadIdx.x >> 5] = m
-            sums[cuda.threadIdx.x >> 5] = d
+            maxima[at + (cuda.threadIdx.x >> 5)] = m
+            sums[at + (cuda.threadIdx.x >> 5)] = d
         if barrier:
             cuda.syncthreads()  # every warp's state is there before any warp reads them
         m_part = float32(NOTHING)
         d_part = float32(0)
         if lane < warps:
-            m_part = maxima[lane]
-            d_part = sums[lane]
+            m_part = maxima[at + lane]
+            d_part = sums[at + lane]
         top = over_max(m_part)
         if rescaled:
             d_part *= rescale(m_part, top)

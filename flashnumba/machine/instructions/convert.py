@@ -44,6 +44,8 @@ __all__ = [
     "f32_to_bits",
     "f32_to_f16",
     "lg2_approx",
+    "max_bf16x2",
+    "max_f16x2",
     "pack_bf16x2",
     "pack_e4m3x2",
     "pack_e4m3x4",
@@ -305,3 +307,25 @@ def f32_to_bits(x: np.ndarray) -> np.ndarray:
 def bits_to_f32(x: np.ndarray) -> np.ndarray:
     """The float32 of given bits."""
     return x.view(np.float32)
+
+
+def _max_pair(form: str) -> Instruction:
+    def emulate(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        codes = [np.stack([w & np.uint32(0xFFFF), w >> np.uint32(16)], -1).astype(np.uint16) for w in map(np.asarray, (x, y))]
+        with np.errstate(invalid="ignore"):
+            larger = encode(np.fmax(*(decode(c[..., None], form)[..., 0] for c in codes)), form)
+        return _joined(larger[..., 0], larger[..., 1], 16)
+
+    emulate.__module__ = __name__
+    return instruction(
+        f"max_{form}x2",
+        f"max.{form}x2 %result, %x, %y;",
+        (Scalar("x", "u32"), Scalar("y", "u32")),
+        returns="u32",
+        arch="80",
+        doc=f"The greater of two {form} in either half; a NaN loses to a number.",
+    )(emulate)
+
+
+max_f16x2 = _max_pair("f16")
+max_bf16x2 = _max_pair("bf16")

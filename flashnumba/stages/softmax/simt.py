@@ -21,7 +21,7 @@ from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import global_address
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
 from flashnumba.stages.rows import Rows, Shape, prepare_rows
-from flashnumba.tiles.elements import ITEMSIZE, scalar, vectors
+from flashnumba.tiles.elements import ITEMSIZE, arch_of, scalar, vectors
 from flashnumba.tiles.online import NOTHING, anchor, exponential, inverse
 from flashnumba.tiles.reduce import lanes_max, lanes_sum, make_block_max, make_block_sum
 
@@ -52,7 +52,7 @@ def make_warp_per_row(element: str, warps: int = 4, arch: str = "80", broken: st
     over_max, over_sum = lanes_max(), lanes_sum(16 if broken == "lanes" else 32)
     no_anchor, row_step = broken == "anchor", 2 if broken == "row" else 1
 
-    @kernel(threads=32 * warps, arch=_arch(element, arch))
+    @kernel(threads=32 * warps, arch=arch_of(element, arch))
     def warp_per_row(x, out):
         lane = cuda.threadIdx.x & 31
         rows, cols = x.shape
@@ -91,7 +91,7 @@ def make_block_per_row(element: str, threads: int = 256, arch: str = "80", broke
     block_sum = make_block_sum(threads, broken != "sum")
     step = 2 * threads if broken == "column" else threads
 
-    @kernel(threads=threads, arch=_arch(element, arch))
+    @kernel(threads=threads, arch=arch_of(element, arch))
     def block_per_row(x, out):
         maxima = cuda.shared.array(32, float32)
         sums = cuda.shared.array(32, float32)
@@ -131,12 +131,12 @@ def make_vectorized(
         broken: plants a fault: ``"barrier"`` as :func:`make_block_per_row`, ``"tail"`` reads one vector past the row,
             ``"stride"`` takes the output's row stride for the input's.
     """
-    elements, words, pairs, _, load, store, low, high, pack = vectors(element, nbytes, "plain", arch)
+    elements, words, pairs, _, load, store, low, high, pack, _ = vectors(element, nbytes, "plain", arch)
     block_max = make_block_max(threads, broken != "barrier")
     block_sum = make_block_sum(threads)
     single, beyond, swapped = nbytes == ITEMSIZE[element], 1 if broken == "tail" else 0, broken == "stride"
 
-    @kernel(threads=threads, arch=_arch(element, arch))
+    @kernel(threads=threads, arch=arch_of(element, arch))
     def vectorized(x, out):
         maxima = cuda.shared.array(32, float32)
         sums = cuda.shared.array(32, float32)
@@ -175,11 +175,6 @@ def make_vectorized(
                 store(target + uint64(v * out_step), raw, 0)
 
     return vectorized
-
-
-def _arch(element: str, arch: str) -> str:
-    """The smallest architecture of a kernel: only the conversion to bfloat16 asks for more than sm_75."""
-    return "80" if element == "bfloat16" and int(arch.rstrip("a")) >= 80 else "75"
 
 
 def choose(shape: Shape) -> str:

@@ -1,0 +1,209 @@
+"""Online softmax: the (m, d) recurrence on CUDA cores, any GPU from sm_75.
+
+What memory moves for each element, and what a row may be::
+
+    two_pass   2R+1W   one block a row of any length
+    one_pass   1R+1W   up to 1024 threads hold a row: 128 KB of it, fewer bytes where loads are narrow
+    split      1R+1W   several blocks hold a row of any length, and merge their (m, d) through global memory
+
+A softmax computes little: about ten instructions an element beside 4 or 8 bytes moved. So its time is that of its
+traffic, 1R+1W is the end of the road, and a device copy is the ceiling.
+
+The limits are the reference's: a row of -inf gives zeros, a NaN or +inf gives a row of NaN. All arithmetic is float32.
+Results are the same bits every time.
+
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashnumba.machine import launcher
+from flashnumba.machine.function import Kernel
+from flashnumba.machine.numba import types
+from flashnumba.stages.online_softmax.one_pass import make_one_pass
+from flashnumba.stages.online_softmax.split import make_split
+from flashnumba.stages.online_softmax.two_pass import make_two_pass
+from flashnumba.stages.rows import Rows, Shape, prepare_rows, signature
+from flashnumba.tiles.elements import ITEMSIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashnumba.machine.compiler import CompileCase
+
+__all__ = [
+    "KERNELS", "Plan", "choose", "compile_cases", "make_one_pass", "make_split", "make_two_pass", "plan_one_pass",
+    "plan_split", "plan_two_pass", "run", "softmax",
+]  # fmt: skip
+
+KERNELS = ("two_pass", "one_pass", "split")
+HELD_WORDS = 32
+"""32-bit words of a row that a thread holds at most: half of the 64 registers that 1024 threads a multiprocessor leave."""
+FEW_ROWS = 64
+"""With no more rows than this a block a row leaves most of a GPU idle."""
+PER_THREAD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kernel and its launch. ``chunks`` a row, for ``split`` alone: its blocks are as many as fit."""
+
+    kernel: Kernel
+    blocks: int
+    threads: int
+    chunks: int = 0
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least ``n``."""
+    return 1 << (n - 1).bit_length()
+
+
+def loads(shape: Shape) -> tuple[int, int]:
+    """(vectors a row, 32-bit words that a thread needs to hold one)."""
+    return shape.cols * ITEMSIZE[shape.element] // shape.vector, max(1, shape.vector // 4)
+
+
+def choose(shape: Shape) -> str:
+    """What ``kernel="auto"`` means: one read wherever registers hold the row, those of one block or of several."""
+    count, words = loads(shape)
+    if count * words > 1024 * HELD_WORDS or (shape.rows <= FEW_ROWS and count * words >= 8192):
+        return "split"
+    return "one_pass"
+
+
+def plan_two_pass(shape: Shape) -> Plan:
+    """One block a row of about 16 words a thread, 32 to 1024 threads."""
+    count, words = loads(shape)
+    at_once = max(1, 16 // words)
+    threads = min(1024, max(32, power_of_two(-(-count // at_once))))
+    kernel = make_two_pass(shape.element, threads, shape.vector, at_once, arch=shape.arch)
+    return Plan(kernel, shape.rows, threads)
+
+
+def plan_one_pass(shape: Shape) -> Plan:
+    """A group of lanes for short rows, so that no lane is without work; a warp up to 4 KB; a block beyond.
+
+    Raises:
+        ValueError: the row is longer than 1024 threads can hold.
+    """
+    count, words = loads(shape)
+    if count * words > 1024 * HELD_WORDS:
+        raise ValueError(
+            f"one_pass holds rows of up to {1024 * HELD_WORDS // words * shape.vector} bytes where loads are of "
+            f"{shape.vector} bytes; these have {shape.cols * ITEMSIZE[shape.element]}: use split or two_pass"
+        )
+    # Narrow loads may stand at any distance, so that each needs an address of its own: fewer of them a thread.
+    if count * words <= 32 * (HELD_WORDS if words > 1 else HELD_WORDS // 4):
+        group = min(32, max(4, power_of_two(count)))
+    else:
+        group = min(1024, power_of_two(-(-count * words // (16 if words > 1 else 8))))
+    vectors = next(v for v in PER_THREAD if v * group >= count)
+    short = group <= 32
+    at_once = max(1, min(4, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
+    rows = max(32 // group, min(128 // group, power_of_two(shape.rows))) if short else 1
+    full = vectors * words == HELD_WORDS
+    kernel = make_one_pass(
+        shape.element, group, vectors, rows, shape.vector, rows_at_once=at_once, exact=vectors * group == count,
+        hint="plain" if shape.in_place else "once", min_blocks=1024 // group if full and not short else 0,
+        arch=shape.arch,
+    )  # fmt: skip
+    return Plan(kernel, -(-shape.rows // (rows * at_once)), group * rows)
+
+
+def plan_split(shape: Shape) -> Plan:
+    """Chunks of 32 words a thread and 256 threads; fewer threads where a row would else be one chunk."""
+    count, words = loads(shape)
+    vectors = HELD_WORDS // words
+    threads = next((t for t in (256, 128, 64) if count > t * vectors), 32)
+    kernel = make_split(
+        shape.element, threads, vectors, shape.vector, exact=count % (threads * vectors) == 0,
+        hint="plain" if shape.in_place else "once", min_blocks=1024 // threads, arch=shape.arch,
+    )  # fmt: skip
+    chunks = -(-count // (threads * vectors))
+    return Plan(kernel, shape.rows * chunks, threads, chunks)
+
+
+PLANS = {"two_pass": plan_two_pass, "one_pass": plan_one_pass, "split": plan_split}
+
+
+def resident_blocks(rows: Rows, plan: Plan, scratch: Any) -> int:
+    """Blocks of a split kernel that the machine runs at once; the emulator runs any number, but each costs."""
+    if rows.machine == "emulator":
+        return max(plan.chunks, 8)
+    key = ("resident", rows.device)
+    if key not in plan.kernel.cache:
+        args = (rows.x, rows.out, scratch)
+        ready = launcher.prepare(plan.kernel, args, machine="cuda", device=rows.device)
+        plan.kernel.cache[key] = ready.resident_blocks(plan.threads)
+    return plan.kernel.cache[key]
+
+
+def run(rows: Rows, plan: Plan) -> bool:
+    """Launch a plan; False if it needs more blocks at once than the machine has, and nothing was launched."""
+    if not plan.chunks:
+        rows.launch(plan.kernel, min(plan.blocks, 2**31 - 1), plan.threads)
+        return True
+    scratch = rows.zeros(1 + plan.blocks)
+    resident = resident_blocks(rows, plan, scratch)
+    if resident < plan.chunks:
+        return False
+    rows.launch(plan.kernel, min(plan.blocks, resident), plan.threads, scratch)
+    return True
+
+
+def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "auto", stream: Any = None) -> Any:
+    """Softmax over the last axis; arguments, result and errors as in the stage softmax, with these kernels.
+
+    Args:
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or what
+            offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+            each other are copied first.
+        out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
+            packed array of ``x``'s kind.
+        kernel: one of :data:`KERNELS`, or ``"auto"``: see :func:`choose`.
+        machine: ``"cuda"``, ``"emulator"``, or ``"auto"``: where the array is, else a GPU if there is one.
+        stream: for a GPU; None follows the current stream of ``x``'s library.
+
+    Returns:
+        ``out``. A row of -inf gives zeros; a row with a NaN or +inf gives NaN. Float32 inside.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or the kernel asked for cannot take rows this long; before
+            anything is launched.
+    """
+    rows: Rows = prepare_rows(x, out, kernel, KERNELS, machine, stream)
+    if rows.shape.size:
+        name = choose(rows.shape) if kernel == "auto" else kernel
+        plan = PLANS[name](rows.shape)
+        if not run(rows, plan):
+            if kernel == "split":
+                raise ValueError(
+                    f"x has rows of {rows.shape.cols} elements, {plan.chunks} chunks; this GPU does not run so many "
+                    "blocks at once as split needs: use two_pass"
+                )
+            run(rows, plan_two_pass(rows.shape))
+    return rows.finish()
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Every kernel as it is launched, for the compiler's tables and gates."""
+    from flashnumba.machine.compiler import CompileCase
+
+    for element, itemsize in ITEMSIZE.items():
+        for arch in ("75", "80") if itemsize == 2 else ("80",):
+            for nbytes in (16, itemsize):
+                seen = set()
+                for cols in (128, 1000, 1024, 4096, 32768, 262144):
+                    shape = Shape(element, 1 << 20, cols, nbytes, arch)
+                    for name in ("two_pass", choose(shape)):
+                        plan = PLANS[name](shape)
+                        if plan.kernel in seen:
+                            continue
+                        seen.add(plan.kernel)
+                        more = (types.uint64[::1],) if plan.chunks else ()
+                        title = f"online_softmax.{name} {element} {cols} by {nbytes} bytes, sm_{arch} on"
+                        yield CompileCase(title, plan.kernel, signature(element, *more), plan.threads)
