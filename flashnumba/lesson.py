@@ -15,13 +15,15 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
+
 from flashnumba.commands.lessons import folder
 from flashnumba.machine import gpu
 from flashnumba.machine.function import DeviceFunction, Kernel, named_values
 
 __all__ = [
     "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "results", "show_results",
-    "show_source", "style", "table", "timed",
+    "show_source", "speeds", "style", "table", "timed",
 ]  # fmt: skip
 
 
@@ -186,12 +188,12 @@ def results(stage: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def show_results(stage: str) -> list[Table]:
+def show_results(stage: str) -> None:
     """Print what was measured and where, then show each table of the result file of a stage."""
     held = results(stage)
     if held is None:
         print(f"docs/results/{stage}.json is not here: `flashnumba bench` writes it, on a GPU")
-        return []
+        return
     tables: list[Table] = []
 
     def walk(part: dict[str, Any], before: str) -> None:
@@ -208,7 +210,25 @@ def show_results(stage: str) -> list[Table]:
 
     walk(held, "")
     _display(tables)
-    return tables
+
+
+def speeds(softmax: Callable[..., Any], kernels: Sequence[str], x: np.ndarray) -> Table:
+    """Time each kernel on this computer's GPU, on a copy of ``x`` there, beside a device copy.
+
+    Args:
+        softmax: a stage's host function, ``softmax(x, out, kernel=...)``.
+        x: ``[rows, columns]``, larger than the L2 cache.
+    """
+    from flashnumba.bench.timing import copy_bandwidth, time_gpu
+    from flashnumba.machine.numba import cuda
+
+    there, out = cuda.to_device(x), cuda.device_array(x.shape, x.dtype)
+    copy, rows = copy_bandwidth(x.nbytes), []
+    for name in kernels:
+        seconds = time_gpu(lambda name=name: softmax(there, out, kernel=name))
+        rows.append((name, round(seconds * 1e6), f"{2 * x.nbytes / seconds / copy:.0%}"))
+    rows.append((f"copy, {copy / 1e12:.2f} TB/s", round(2 * x.nbytes / copy * 1e6), "100%"))
+    return table((f"{x.shape[0]} x {x.shape[1]} {x.dtype.name}", "us", "of copy speed, one read + one write"), rows)
 
 
 def _display(shown: Sequence[Any]) -> None:
@@ -222,7 +242,7 @@ def _display(shown: Sequence[Any]) -> None:
 
 
 # -- exercises --------------------------------------------------------------------------------------------------------
-def check(name: str, ok: bool | Callable[[], bool | None] | None, hint: str = "") -> bool:
+def check(name: str, ok: bool | Callable[[], bool | None] | None, hint: str = "") -> None:
     """Say whether an exercise is solved. A wrong or missing solution is told, never raised.
 
     Args:
@@ -235,7 +255,6 @@ def check(name: str, ok: bool | Callable[[], bool | None] | None, hint: str = ""
     except Exception as error:
         solved, reason = False, f" It stops with {type(error).__name__}: {error}."
     print(f"solved: {name}" if solved else f"not yet: {name}.{reason}{' ' + hint if hint else ''}")
-    return solved
 
 
 def style() -> None:
@@ -247,3 +266,7 @@ def style() -> None:
         "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left", "axes.spines.top": False,
         "axes.spines.right": False, "figure.dpi": 110, "figure.constrained_layout.use": True, "legend.frameon": False,
     })  # fmt: skip
+
+
+if __name__ == "__main__":
+    record_resources([key.rsplit(", ", 1)[0] for key in json.loads(_record().read_text())])

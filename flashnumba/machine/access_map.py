@@ -52,14 +52,27 @@ def draw_map(axes: Axes, accesses: Accesses, array: str, shape: tuple[int, int],
 
 
 def draw_sweeps(
-    axes: Axes, accesses: Accesses, source: str, target: str, cols: int, itemsize: int, block: int = 0, warp: int = 0
+    axes: Axes, accesses: Accesses, source: str, target: str, cols: int, itemsize: int, *,
+    block: int = 0, warp: int = 0, row: int | None = None,
 ) -> None:  # fmt: skip
-    """One warp's accesses in their order: reads of ``source`` and writes of ``target`` by column."""
-    for array, store, color, label in ((source, False, READ, "read"), (target, True, WRITE, "written")):
-        entries = accesses.of(array, store=store, block=block)
-        entries = entries[entries["thread"] >> 5 == warp]
+    """One warp's accesses to two packed arrays of ``cols`` columns, in each lane's order: reads and writes by column.
+
+    Args:
+        source, target: the array that is read and the one that is written; accesses to others are not counted.
+        row: leave out what is done to other rows.
+    """
+    done = [accesses.of(source, block=block), accesses.of(target, store=True, block=block)]
+    done = [entries[entries["thread"] >> 5 == warp] for entries in done]
+    lanes, numbers = (np.concatenate([entries[name] for entries in done]) for name in ("thread", "number"))
+    order = np.lexsort((numbers, lanes))
+    first = np.searchsorted(lanes[order], lanes[order])  # of each lane, where its accesses begin
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order)) - first
+    ranks = np.split(rank, [len(done[0])])
+    for entries, at, color, label in zip(done, ranks, (READ, WRITE), ("read", "written"), strict=True):
         which, element = _elements(entries, itemsize)
-        axes.plot(entries["number"][which], element % cols, "s", ms=2.2, color=color, label=label)
+        keep = slice(None) if row is None else element // cols == row
+        axes.plot(at[which][keep], element[keep] % cols, "s", ms=2.2, color=color, label=label)
     axes.set(xlabel="access of each lane, in its order", ylabel="column")
 
 

@@ -122,7 +122,7 @@ STAGE = Stage(
         ),
         kernel("one_pass", Passes(1, 1), "the row stays on the chip between sum and quotient"),
         kernel("two_pass", Passes(2, 1), "one pass for (m, d), one for the quotient"),
-        kernel("split", Passes(2, 1), "a row over several blocks, merged"),
+        kernel("split", Passes(1, 1), "a row over several blocks, each with a part on the chip, merged"),
     ),
     cases=cases,
     draw=draw,
