@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
@@ -67,13 +67,20 @@ class Rows:
     found: Described
     _result: Any = None
     _copied: Any = None
-    launched: list[str] = field(default_factory=list)
+    packed: bool = False
+    planned: tuple[Kernel, int, int, int, int] | None = None
 
-    def launch(self, kernel: Kernel, grid: int, threads: int, *more: Any) -> None:
-        """Launch ``kernel(x, out, *more)``."""
+    def launch(self, kernel: Kernel, grid: int, threads: int, *, shared: int = 0, scratch: int = 0) -> None:
+        """Launch ``kernel(x, out)``, or ``kernel(x, out, words)`` with ``scratch`` uint64 zeros."""
+        args = (self.x, self.out, self.zeros(scratch)) if scratch else (self.x, self.out)
         with self.ordered():
-            launcher.launch(kernel, grid, threads, (self.x, self.out, *more), machine=self.machine, stream=self.stream)
-        self.launched.append(kernel.__name__)
+            launcher.launch(kernel, grid, threads, args, shared=shared, machine=self.machine, stream=self.stream)
+        self.planned = (kernel, grid, threads, shared, scratch)
+
+    @property
+    def direct(self) -> bool:
+        """Whether kernels work on the caller's torch tensors themselves, on a GPU."""
+        return self.found.kind == "torch-cuda" and self.device is not None and not self.packed and self._copied is None
 
     def finish(self) -> Any:
         """What the caller gets."""
@@ -152,12 +159,13 @@ def prepare_rows(
         else:
             target = describe(out, "out")
             _check_out(found, target)
-        result, copied = out, None
+        result, copied, packed = out, None, False
         if 0 in found.shape:
             shape = Shape(found.element, 0, 0, ITEMSIZE[found.element], arch)
             return Rows(shape, x, out, machine, device, stream, found, result)
         if _collapsed(found) is None:
             x, found = _packed_copy(x, found)
+            packed = True
         if _collapsed(target) is None:
             out = copied = empty_like_kind(x, found.shape)
             target = describe(out, "out")
@@ -167,7 +175,7 @@ def prepare_rows(
         in_place = target.pointer == found.pointer
         shape = Shape(found.element, rows, cols, widest(found, source, target, sink, rows, cols), arch, in_place)
         views = (_view(x, found, rows, cols, source), _view(out, target, rows, cols, sink))
-    return Rows(shape, *views, machine, device, stream, found, result, copied)
+    return Rows(shape, *views, machine, device, stream, found, result, copied, packed)
 
 
 def _check_out(x: Described, out: Described) -> None:

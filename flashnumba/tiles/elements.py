@@ -2,9 +2,13 @@
 
 Two ways in and out, made once for an element type:
 
-:func:`scalar`   one element by its indices in an array, whatever the strides.
-:func:`vectors`  1 to 8 neighbours by their address, as the 32-bit words that memory holds: 16-bit types then take half
-                 a register an element until they are used. ::
+:func:`scalar`
+    one element by its indices in an array, whatever the strides.
+:func:`vectors`
+    1 to 8 neighbours by their address, as the 32-bit words that memory holds: 16-bit types then take half a register an
+    element until they are used.
+
+::
 
     vector      float32           16-bit types                   words
     16 bytes    4 elements        8 elements, two a word         4

@@ -32,11 +32,11 @@ def bar_arrive(thread: Any, barrier: int, count: int) -> None:
 def fence_proxy_async(thread: Any) -> None:
     """Make this thread's ordinary shared-memory stores visible to the asynchronous proxy (wgmma, bulk copies).
 
-    Each writing thread executes it after its stores and before the barrier that the asynchronous work follows.
+    Each writing thread executes it after its stores and before the barrier that the asynchronous work follows; or
+    the thread that starts the asynchronous work executes it after the barrier.
     """
     thread.flush()
-    thread.fenced, thread.fenced_since_barrier = thread.time, True
-    thread.tick()
+    thread.fence_proxy()
 
 
 @instruction("fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", arch="90", effect="control")

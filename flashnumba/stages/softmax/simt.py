@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import global_address
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
+from flashnumba.stages.again import Recipes
 from flashnumba.stages.rows import Rows, Shape, prepare_rows
 from flashnumba.tiles.elements import ITEMSIZE, arch_of, scalar, vectors
 from flashnumba.tiles.online import NOTHING, anchor, exponential, inverse
@@ -210,13 +211,16 @@ def make(name: str, shape: Shape) -> tuple[Kernel, int, int]:
     return make_vectorized(shape.element, threads, shape.vector, shape.arch), shape.rows, threads
 
 
+RECIPES = Recipes()
+
+
 def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "auto", stream: Any = None) -> Any:
     """Softmax over the last axis.
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
-            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
-            each other are copied first.
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance
+            from each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
         kernel: one of :data:`KERNELS`, or ``"auto"``: see :func:`choose`.
@@ -229,11 +233,16 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     Raises:
         TypeError, ValueError: an argument does not fit; before anything is launched.
     """
+    key = RECIPES.key(x, out, kernel, machine, stream)
+    known = RECIPES.get(key)
+    if known is not None:
+        return known(x, out)
     rows: Rows = prepare_rows(x, out, kernel, KERNELS, machine, stream)
     if rows.shape.size:
         name = choose(rows.shape) if kernel == "auto" else kernel
         made, blocks, threads = make(name, rows.shape)
         rows.launch(made, min(blocks, 2**31 - 1), threads)
+        RECIPES.add(key, rows, x, out)
     return rows.finish()
 
 
