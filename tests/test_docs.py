@@ -111,6 +111,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     known = Page(site / "py-modindex.html").text
     missing = [m for m in (*api.modules_of("flashnumba.stages"), "flashnumba.machine.launcher") if m not in known]
     assert missing == []
+    api_text = Page(site / "api" / "machine.html").text
+    for shown in ("class Kernel(", "blocks a multiprocessor the compiler must leave room for", "class Instruction("):
+        assert shown in api_text
 
 
 def test_a_dead_link_is_found(tmp_path: Path) -> None:
