@@ -56,7 +56,13 @@ def automodule(name: str, pages: set[str]) -> str:
         or (isinstance(value, type) and not vars(value).get("__doc__"))
     ]
     exclude = f"   :exclude-members: {', '.join(left_out)}\n" if left_out else ""
-    return f"## {name}\n\n```{{eval-rst}}\n.. highlight:: text\n\n.. automodule:: {name}\n{exclude}```\n"
+    # A class whose docstring is a property, for its instances, is none to autodoc.
+    hidden = "".join(
+        f"\n.. autohiddenclass:: {name}.{member}\n"
+        for member, value in members.items()
+        if isinstance(value, type) and isinstance(vars(value).get("__doc__"), property) and value.__module__ == name
+    )
+    return f"## {name}\n\n```{{eval-rst}}\n.. highlight:: text\n\n.. automodule:: {name}\n{exclude}{hidden}```\n"
 
 
 def pages() -> dict[str, str]:

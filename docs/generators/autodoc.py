@@ -32,29 +32,17 @@ class KernelDocumenter(FunctionDocumenter):
         return found
 
 
-def hides_its_docstring(member: Any) -> bool:
-    """Whether ``__doc__`` of a class is a property, for its instances: its own docstring is then in its source alone."""
-    return isinstance(member, type) and isinstance(vars(member).get("__doc__"), property)
-
-
 class HiddenDocumenter(ClassDocumenter):
-    """Documents such a class."""
+    """Documents, where ``autohiddenclass`` asks for it, a class whose ``__doc__`` is a property for its instances: the
+    class's own docstring is then in its source alone."""
 
     objtype = "hiddenclass"
     directivetype = "class"
-    priority = 20
-
-    @classmethod
-    def can_document_member(cls, member: Any, membername: str, isattr: bool, parent: Any) -> bool:
-        return hides_its_docstring(member)
+    priority = -1  # no member by itself
 
     def get_doc(self) -> list[list[str]]:
         written = ast.get_docstring(ast.parse(inspect.cleandoc(inspect.getsource(self.object))).body[0])  # type: ignore[arg-type]
         return [[*(written or "").splitlines(), ""]]
-
-
-def keep(app: Sphinx, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
-    return False if hides_its_docstring(member) else None
 
 
 def not_a_type(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
@@ -66,5 +54,4 @@ def not_a_type(app: Sphinx, what: str, name: str, member: Any, options: Any, lin
 def setup(app: Sphinx) -> None:
     app.add_autodocumenter(KernelDocumenter)
     app.add_autodocumenter(HiddenDocumenter)
-    app.connect("autodoc-skip-member", keep)
     app.connect("autodoc-process-docstring", not_a_type, priority=400)  # napoleon's is 500
