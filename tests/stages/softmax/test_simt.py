@@ -36,7 +36,8 @@ def test_hard_rows(machine, kernel, dtype, cols):
 
 @pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
 @pytest.mark.parametrize(
-    ("shape", "strides"), [((4, 40), (48, 1)), ((4, 40), (1, 5)), ((4, 40), (100, 2)), ((40, 8), (1, 40)), ((1, 24), (0, 1))]
+    ("shape", "strides"),
+    [((4, 40), (48, 1)), ((4, 40), (1, 5)), ((4, 40), (100, 2)), ((40, 8), (1, 40)), ((1, 24), (0, 1))],
 )
 def test_strides_of_the_output_and_of_the_input(machine, kernel, shape, strides):
     x = scores(*shape, np.float32)
@@ -112,7 +113,10 @@ def test_bfloat16_rounds_the_same_in_integers():
 
 PLANTED = {
     "warp_per_row": (lambda broken: simt.make_warp_per_row("float32", 1, broken=broken), ("anchor", "lanes", "row")),
-    "block_per_row": (lambda broken: simt.make_block_per_row("float32", 64, broken=broken), ("barrier", "sum", "column")),
+    "block_per_row": (
+        lambda broken: simt.make_block_per_row("float32", 64, broken=broken),
+        ("barrier", "sum", "column"),
+    ),
     "vectorized": (lambda broken: simt.make_vectorized("float32", 64, broken=broken), ("barrier", "tail", "stride")),
 }
 
@@ -139,29 +143,40 @@ X = np.zeros((2, 3), np.float32)
 READ_ONLY = np.zeros((2, 3), np.float32)
 READ_ONLY.flags.writeable = False
 WIDE = np.zeros((2, 6), np.float32)
+ONE_ROW_TWICE = np.lib.stride_tricks.as_strided(WIDE, (2, 3), (0, 4))
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "args", "options"),
+    ("error", "said", "args"),
     [
-        (TypeError, "x is a list; it must be a NumPy, torch", ([1.0],), {}),
-        (TypeError, "x has elements of type int32; softmax takes float16, bfloat16, float32", (X.astype(np.int32),), {}),
-        (TypeError, "x has elements of type float64", (X.astype(np.float64),), {}),
-        (ValueError, "x has no axes", (np.zeros((), np.float32),), {}),
-        (TypeError, "out is a int; it must be a NumPy, torch", (X, 3), {}),
-        (TypeError, "out has elements of type float16; it must have those of x, float32", (X, X.astype(np.float16)), {}),
-        (ValueError, r"out has shape \(3, 2\); it must have that of x, \(2, 3\)", (X, np.zeros((3, 2), np.float32)), {}),
-        (ValueError, "out is read-only", (X, READ_ONLY), {}),
-        (ValueError, "several elements lie in one place", (X, np.lib.stride_tricks.as_strided(WIDE, (2, 3), (0, 4))), {}),
-        (ValueError, "out overlaps x in part", (WIDE[:, :3], WIDE[:, 1:4]), {}),
-        (ValueError, "kernel is 'fast'; it must be 'auto' or one of warp_per_row, block_per_row, vectorized", (X,), {"kernel": "fast"}),
-        (ValueError, "machine is 'tpu'; it must be one of auto, cuda, emulator", (X,), {"machine": "tpu"}),
-        (TypeError, "stream is a str", (X,), {"stream": "0"}),
+        (TypeError, "x is a list; it must be a NumPy, torch", ([1.0],)),
+        (TypeError, "x has elements of type int32; softmax takes float16, bfloat16, float32", (X.astype(np.int32),)),
+        (TypeError, "x has elements of type float64", (X.astype(np.float64),)),
+        (ValueError, "x has no axes", (np.zeros((), np.float32),)),
+        (TypeError, "out is a int; it must be a NumPy, torch", (X, 3)),
+        (TypeError, "out has elements of type float16; it must have those of x, float32", (X, X.astype(np.float16))),
+        (ValueError, r"out has shape \(3, 2\); it must have that of x, \(2, 3\)", (X, X.reshape(3, 2))),
+        (ValueError, "out is read-only", (X, READ_ONLY)),
+        (ValueError, "several elements lie in one place", (X, ONE_ROW_TWICE)),
+        (ValueError, "out overlaps x in part", (WIDE[:, :3], WIDE[:, 1:4])),
     ],
-)  # fmt: skip
-def test_bad_input(error, said, args, options):
+)
+def test_bad_arrays(error, said, args):
     with pytest.raises(error, match=said):
-        simt.softmax(*args, **{"machine": "emulator", **options})
+        simt.softmax(*args, machine="emulator")
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "options"),
+    [
+        (ValueError, "kernel is 'fast'; it must be 'auto' or one of warp_per_row, block_per_row", {"kernel": "fast"}),
+        (ValueError, "machine is 'tpu'; it must be one of auto, cuda, emulator", {"machine": "tpu"}),
+        (TypeError, "stream is a str", {"stream": "0"}),
+    ],
+)
+def test_bad_options(error, said, options):
+    with pytest.raises(error, match=said):
+        simt.softmax(X, **{"machine": "emulator", **options})
 
 
 def test_windows_of_one_array_do_not_overlap(machine):

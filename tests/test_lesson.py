@@ -1,0 +1,95 @@
+"""What the lessons share: source as it stands, tables, exercises that are told and never raise."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashnumba import lesson
+from flashnumba.machine import compiler
+from flashnumba.stages.softmax import reference, simt
+
+KERNEL = simt.make_block_per_row("float16", 64)
+
+
+def test_source_of_a_kernel_is_its_body_with_its_place():
+    shown = lesson.show_source(KERNEL)
+    lines = Path(simt.__file__).read_text().splitlines()
+    place, first, *_, last = str(shown).splitlines()
+    numbers = [int(word) for word in place.replace(",", "").split() if word.isdigit()]
+    assert place.startswith("# flashnumba/stages/softmax/simt.py, lines ")
+    assert first == lines[numbers[0] - 1].strip()
+    assert last.strip() == lines[numbers[1] - 1].strip()
+    assert shown._repr_markdown_() == f"```python\n{shown}\n```"
+
+
+def test_source_of_a_part_and_of_some_lines():
+    part = lesson.show_source(KERNEL, part="block_max")
+    assert part.place.startswith("flashnumba/tiles/reduce.py")
+    assert "cuda.syncthreads()" in part.text
+    some = lesson.show_source(reference.safe, first="m = x.max", last="m = np.where")
+    assert [line.split(" =")[0] for line in some.text.splitlines()] == ["m", "m"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"part": "block_min"}, "block_per_row calls no device function 'block_min'; it calls anchor, "),
+        ({"first": "no such words"}, "no line has 'no such words'"),
+        ({"first": "origin = anchor", "last": "m = float32"}, "no line has 'm = float32'"),
+    ],
+)
+def test_what_is_not_in_the_source_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lesson.show_source(KERNEL, **options)
+
+
+def test_table():
+    made = lesson.table(("a", "b|c"), [("x", 0.123456), ("long", 2)])
+    assert str(made) == "a     b|c\nx     0.1235\nlong  2"
+    assert made._repr_markdown_() == "| a | b\\|c |\n| --- | --- |\n| x | 0.1235 |\n| long | 2 |"
+
+
+@pytest.mark.parametrize(
+    ("ok", "text"),
+    [
+        (True, "solved: it\n"),
+        (np.bool_(True), "solved: it\n"),
+        (lambda: True, "solved: it\n"),
+        (False, "not yet: it. try x\n"),
+        (None, "not yet: it. try x\n"),
+        (lambda: None, "not yet: it. try x\n"),
+        (lambda: 1 / 0, "not yet: it. It stops with ZeroDivisionError: division by zero. try x\n"),
+    ],
+)
+def test_an_exercise_is_told_and_never_raised(ok, text, capsys):
+    assert lesson.check("it", ok, "try x") is None
+    assert capsys.readouterr().out == text
+
+
+def test_resources_without_a_compiler_are_the_recorded_ones(monkeypatch, tmp_path):
+    name = "softmax.warp_per_row float16"
+    held = {"arch": "90a", "threads": 128, "registers": 7, "shared": 0, "spills": 0}
+    (tmp_path / "resources.json").write_text(json.dumps({f"{name}, sm_90a": held}))
+    monkeypatch.setattr(lesson, "folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "why_not", lambda: "no compiler: pip install it")
+    assert lesson.resources(name) == (lesson.Resources(**held), False)
+    with pytest.raises(ValueError, match=r"no record of 'nothing, sm_90a'.* pip install it"):
+        lesson.resources("nothing")
+
+
+def test_results_are_shown_as_they_were_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(lesson, "folder", lambda: tmp_path / "lessons")
+    shown = []
+    monkeypatch.setattr(lesson, "_display", shown.extend)
+    lesson.show_results("softmax")
+    assert "docs/results/softmax.json is not here" in capsys.readouterr().out
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    rows = [{"kernel": "a", "tb_per_s": 4.123456}, {"kernel": "b", "note": "slow"}]
+    written = {"device": "H200", "runs": {"count": 20, "rows": rows}}
+    (tmp_path / "docs" / "results" / "softmax.json").write_text(json.dumps(written))
+    lesson.show_results("softmax")
+    assert capsys.readouterr().out == "device: H200\nruns count: 20\n"
+    assert shown[0].header == ("kernel", "tb per s", "note")
+    assert shown[0].rows == (("a", "4.123", "-"), ("b", "-", "slow"))

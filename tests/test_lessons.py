@@ -1,0 +1,177 @@
+"""The lessons: named, paired and stored as they should be; and each runs on the emulator and shows what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from flashnumba import lesson
+from flashnumba.ladder import STAGES, compile_cases
+from flashnumba.machine.compiler import why_not
+
+jupytext = pytest.importorskip("jupytext")
+nbclient = pytest.importorskip("nbclient")
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "lessons"
+NAMES = [stage.lesson for stage in STAGES]
+PARAMS = pytest.mark.parametrize("name", NAMES)
+SECONDS = 120
+
+SECTIONS = [
+    "What you will be able to do", "The idea", "The reference", "The kernels", "On real data", "Who reads what",
+    "Break it", "Exercises", "Two machines, side by side", "Limits", "What next",
+]  # fmt: skip
+
+SHOWN = {
+    "01_softmax": [
+        "UninitialisedRead: shared byte", "partials[lane]", "rows that are wrong", "OutOfBounds: index [8, 0] of x",
+    ],
+    "02_online_softmax": [
+        "Race: thread 0 writes shared byte 0, which thread 32 read", "UninitialisedRead: shared byte",
+        "no fault", "above the budget", "within the budget", "without: -inf nan", "masked row: [0. 0. 0.]",
+        "Deadlock: thread 0 spins",
+    ],
+}  # fmt: skip
+"""What the cells tagged break-it must say, in this order."""
+
+
+def test_every_lesson_is_numbered_paired_and_registered():
+    notebooks = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+    assert notebooks == sorted(path.stem for path in FOLDER.glob("*.py")) == NAMES
+    for number, name in enumerate(NAMES, 1):
+        assert re.fullmatch(rf"{number:02}_[a-z_]+", name)
+        assert f"({name}.ipynb)" in (FOLDER / "README.md").read_text()
+
+
+def cells_of(path: Path) -> list[tuple]:
+    kept = ("tags", "jupyter")
+    return [
+        (c.cell_type, c.source, {k: v for k, v in c.metadata.items() if k in kept}) for c in jupytext.read(path).cells
+    ]
+
+
+@PARAMS
+def test_notebook_and_script_are_in_sync(name):
+    notebook, script = cells_of(FOLDER / f"{name}.ipynb"), cells_of(FOLDER / f"{name}.py")
+    for in_notebook, in_script in zip(notebook, script, strict=True):
+        assert in_notebook == in_script
+
+
+@PARAMS
+def test_nothing_that_a_run_left_is_stored(name):
+    held = json.loads((FOLDER / f"{name}.ipynb").read_text())
+    assert held["metadata"]["jupytext"]["formats"] == "ipynb,py:percent"
+    assert held["metadata"]["kernelspec"]["name"] == "python3"
+    for cell in held["cells"]:
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+
+
+@PARAMS
+def test_it_has_the_sections_of_a_lesson(name):
+    text = "\n".join(source for kind, source, _ in cells_of(FOLDER / f"{name}.ipynb") if kind == "markdown")
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == SECTIONS
+    assert text.count("**Predict") >= 5
+    assert text.startswith(f"# {int(name[:2])}. ")
+
+
+@PARAMS
+def test_solutions_are_folded_in_the_docs_and_in_jupyter(name):
+    metadata = [metadata for _, _, metadata in cells_of(FOLDER / f"{name}.ipynb")]
+    exercises = [m for m in metadata if "exercise" in m.get("tags", ())]
+    solutions = [m for m in metadata if "solution" in m.get("tags", ())]
+    assert len(exercises) == len(solutions) >= 2
+    for found in solutions:
+        assert "hide-cell" in found["tags"]
+        assert found["jupyter"] == {"source_hidden": True}
+
+
+@PARAMS
+def test_what_is_shown_is_never_a_copy(name):
+    """No line of code of the stage's modules, long enough to mean something, is repeated in a lesson."""
+    stage = next(stage for stage in STAGES if stage.lesson == name)
+    folder = ROOT / "flashnumba" / "stages" / stage.name
+    real = {line.strip() for path in folder.glob("*.py") for line in path.read_text().splitlines()}
+    code = [source for kind, source, _ in cells_of(FOLDER / f"{name}.ipynb") if kind == "code"]
+    here = {line.strip() for source in code for line in source.splitlines()}
+    drawing = ("from ", "handles = ", "running.", "right.")
+    assert not {line for line in real & here if len(line) > 50 and not line.startswith(drawing)}
+    assert sum("lesson.show_source(reference." in source for source in code) >= 2
+    assert sum("lesson.show_source(" in source for source in code) >= 7
+
+
+def said(cell) -> str:
+    """All text that a cell put out."""
+    parts = []
+    for output in cell.get("outputs", ()):
+        parts.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
+    return "\n".join(parts)
+
+
+def executed(name: str, machine: str):
+    notebook = jupytext.read(FOLDER / f"{name}.ipynb")
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    if machine == "emulator":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    client = nbclient.NotebookClient(
+        notebook, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": str(FOLDER)}}
+    )
+    client.execute(env=env)
+    return notebook
+
+
+@PARAMS
+def test_it_runs_and_shows_what_it_promises(name, machine):
+    start = time.perf_counter()
+    notebook = executed(name, machine)
+    assert time.perf_counter() - start < SECONDS
+    tagged = {
+        tag: [cell for cell in notebook.cells if tag in cell.metadata.get("tags", ())]
+        for tag in ("break-it", "exercise", "solution")
+    }
+    assert f"kernels run on: {machine}" in "\n".join(map(said, notebook.cells))
+
+    broken = "\n".join(map(said, tagged["break-it"]))
+    at = 0
+    for words in SHOWN[name]:
+        assert words in broken[at:], broken
+        at = broken.index(words, at)
+
+    for cell in tagged["exercise"]:
+        assert said(cell).startswith("not yet: ")
+        assert "solved" not in said(cell)
+    for cell in tagged["solution"]:
+        assert said(cell).strip().startswith("solved: ")
+
+    figures = [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/png" in o.get("data", {})]
+    assert len(figures) >= 6
+    assert "FAILED" not in "\n".join(map(said, notebook.cells))
+    assert "Traceback" not in "\n".join(map(said, notebook.cells))
+    assert all(o.name == "stdout" for c in notebook.cells for o in c.get("outputs", ()) if o.output_type == "stream")
+
+
+def test_recorded_resources_are_those_that_the_compiler_gives():
+    """``python -m flashnumba.lesson`` writes them anew."""
+    recorded = json.loads((FOLDER / "resources.json").read_text())
+    asked = {
+        name
+        for path in FOLDER.glob("*.py")
+        for name in (case.name for case in compile_cases())
+        if f'"{name}"' in path.read_text()
+    }
+    names = {key.removesuffix(", sm_90a") for key in recorded}
+    assert asked <= names
+    if why_not():
+        pytest.skip(f"not measured: {why_not()}")
+    for name in sorted(names):
+        measured, fresh = lesson.resources(name)
+        assert fresh
+        assert lesson.Resources(**recorded[f"{name}, sm_90a"]) == measured, name
