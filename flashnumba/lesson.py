@@ -1,6 +1,6 @@
 """What the lessons in ``lessons/`` share: show real source, tabulate, time, check an exercise.
 
-Nothing here computes attention. Objects that a lesson shows render as Markdown in a notebook and print as plain text.
+Nothing here computes attention. Objects that a lesson shows render in a notebook and print as plain text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from html import escape
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -103,9 +104,13 @@ class Table:
 
     __repr__ = __str__
 
-    def _repr_markdown_(self) -> str:
-        lines = [self.header, ("---",) * len(self.header), *self.rows]
-        return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            style = "text-align: left; padding: 0.15em 0.9em 0.15em 0"
+            return "<tr>" + "".join(f'<{tag} style="{style}">{escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+        body = "".join(line(row, "td") for row in self.rows)
+        return f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:

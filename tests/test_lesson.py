@@ -1,6 +1,7 @@
 """What the lessons share: source as it stands, tables, exercises that are told and never raise."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +47,13 @@ def test_what_is_not_in_the_source_is_refused(options, message):
 
 
 def test_table():
-    made = lesson.table(("a", "b|c"), [("x", 0.123456), ("long", 2)])
-    assert str(made) == "a     b|c\nx     0.1235\nlong  2"
-    assert made._repr_markdown_() == "| a | b\\|c |\n| --- | --- |\n| x | 0.1235 |\n| long | 2 |"
+    made = lesson.table(("a", "b<c"), [("x", 0.123456), ("long", 2)])
+    assert str(made) == "a     b<c\nx     0.1235\nlong  2"
+    html = re.sub(r' style="[^"]*"', "", made._repr_html_())
+    assert html == (
+        "<table><thead><tr><th>a</th><th>b&lt;c</th></tr></thead>"
+        "<tbody><tr><td>x</td><td>0.1235</td></tr><tr><td>long</td><td>2</td></tr></tbody></table>"
+    )
 
 
 @pytest.mark.parametrize(
