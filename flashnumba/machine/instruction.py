@@ -92,7 +92,7 @@ class Instruction:
         emulate: the behaviour, see :mod:`flashnumba.machine.emulator.execution`.
         family: the file it is declared in, for the documentation's table.
         doc: what it does, with the layout where there is one.
-        quick: ``emulate`` for one thread's plain numbers, where NumPy's overhead would rule; None where there is no need.
+        quick: ``emulate`` for one thread's plain numbers, without NumPy's overhead; None where there is no need.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Host side of kernels that work on the rows of an array: check it, see it as [rows, columns], launch, hand back.
 
 The last axis is a row. Leading axes become one axis of rows where that needs no copy, that is where they lie at one
-distance from each other; otherwise the array is copied first, and a result that must go to such an array is copied back.
+distance from each other; otherwise the array is copied first, and a result that is to go to such an array is copied
+back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
@@ -66,15 +67,20 @@ class Rows:
     found: Described
     _result: Any = None
     _copied: Any = None
-    launched: list[str] = field(default_factory=list)
+    packed: bool = False
+    planned: tuple[Kernel, int, int, int, int] | None = None
 
-    def launch(self, kernel: Kernel, grid: int, threads: int, *more: Any) -> None:
-        """Launch ``kernel(x, out, *more)``."""
+    def launch(self, kernel: Kernel, grid: int, threads: int, *, shared: int = 0, scratch: int = 0) -> None:
+        """Launch ``kernel(x, out)``, or ``kernel(x, out, words)`` with ``scratch`` uint64 zeros."""
+        args = (self.x, self.out, self.zeros(scratch)) if scratch else (self.x, self.out)
         with self.ordered():
-            launcher.launch(
-                kernel, grid, threads, (self.x, self.out, *more), machine=self.machine, stream=self.stream
-            )
-        self.launched.append(kernel.__name__)
+            launcher.launch(kernel, grid, threads, args, shared=shared, machine=self.machine, stream=self.stream)
+        self.planned = (kernel, grid, threads, shared, scratch)
+
+    @property
+    def direct(self) -> bool:
+        """Whether kernels work on the caller's torch tensors themselves, on a GPU."""
+        return self.found.kind == "torch-cuda" and self.device is not None and not self.packed and self._copied is None
 
     def finish(self) -> Any:
         """What the caller gets."""
@@ -123,7 +129,7 @@ def prepare_rows(
 
     Raises:
         TypeError: ``x`` or ``out`` is no array, or of other elements than float16, bfloat16, float32.
-        ValueError: no axis; ``out`` does not match, is read-only or overlaps ``x`` in part; an unknown kernel or machine.
+        ValueError: no axis; ``out`` does not match, is read-only or overlaps ``x`` in part; no such kernel or machine.
     """
     if kernel != "auto" and kernel not in kernels:
         raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(kernels)}")
@@ -153,12 +159,13 @@ def prepare_rows(
         else:
             target = describe(out, "out")
             _check_out(found, target)
-        result, copied = out, None
+        result, copied, packed = out, None, False
         if 0 in found.shape:
             shape = Shape(found.element, 0, 0, ITEMSIZE[found.element], arch)
             return Rows(shape, x, out, machine, device, stream, found, result)
         if _collapsed(found) is None:
             x, found = _packed_copy(x, found)
+            packed = True
         if _collapsed(target) is None:
             out = copied = empty_like_kind(x, found.shape)
             target = describe(out, "out")
@@ -168,7 +175,7 @@ def prepare_rows(
         in_place = target.pointer == found.pointer
         shape = Shape(found.element, rows, cols, widest(found, source, target, sink, rows, cols), arch, in_place)
         views = (_view(x, found, rows, cols, source), _view(out, target, rows, cols, sink))
-    return Rows(shape, *views, machine, device, stream, found, result, copied)
+    return Rows(shape, *views, machine, device, stream, found, result, copied, packed)
 
 
 def _check_out(x: Described, out: Described) -> None:
@@ -182,7 +189,9 @@ def _check_out(x: Described, out: Described) -> None:
     if out.readonly:
         raise ValueError("out is read-only; it must be writable")
     if any(n > 1 and step == 0 for n, step in zip(out.shape, out.strides, strict=True)) and 0 not in out.shape:
-        raise ValueError(f"out has strides {out.strides}, so several elements lie in one place; it must be a full array")
+        raise ValueError(
+            f"out has strides {out.strides}, so several elements lie in one place; it must be a full array"
+        )
     same = out.pointer == x.pointer and out.strides == x.strides
     if not same and _overlap(x, out):
         raise ValueError("out overlaps x in part; it must be x itself or lie apart from it")
@@ -223,7 +232,7 @@ def _collapsed(array: Described) -> tuple[int, int] | None:
 def widest(
     x: Described, x_steps: tuple[int, int], out: Described, out_steps: tuple[int, int], rows: int, cols: int
 ) -> int:
-    """Bytes of the widest vector, 16 down to one element, that starts at a multiple of its size in every row of both."""
+    """Bytes of the widest vector, 16 down to one element, that lies at multiples of its size in every row of both."""
     itemsize = x.dtype.itemsize
     if cols > 1 and (x_steps[1] != itemsize or out_steps[1] != itemsize):
         return itemsize

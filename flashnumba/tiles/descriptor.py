@@ -1,7 +1,7 @@
 """The 64-bit descriptor by which wgmma finds a matrix in shared memory.
 
-Bits 0-13 hold the address, 16-29 the leading and 32-45 the stride byte offset, all divided by 16; bits 62-63 the swizzle.
-Strides by layout (CUTLASS, ``include/cute/arch/mma_sm90_desc.hpp`` and ``atom/mma_traits_sm90_gmma.hpp``):
+Bits 0-13 hold the address, 16-29 the leading and 32-45 the stride byte offset, all divided by 16; bits 62-63 the
+swizzle. Strides by layout (CUTLASS, ``include/cute/arch/mma_sm90_desc.hpp`` and ``atom/mma_traits_sm90_gmma.hpp``):
 
 =====================  ==========================================  =================================================
 operand                leading                                     stride

@@ -2,9 +2,13 @@
 
 Two ways in and out, made once for an element type:
 
-:func:`scalar`   one element by its indices in an array, whatever the strides.
-:func:`vectors`  1 to 8 neighbours by their address, as the 32-bit words that memory holds: 16-bit types then take half
-                 a register an element until they are used. ::
+:func:`scalar`
+    one element by its indices in an array, whatever the strides.
+:func:`vectors`
+    1 to 8 neighbours by their address, as the 32-bit words that memory holds: 16-bit types then take half a register an
+    element until they are used.
+
+::
 
     vector      float32           16-bit types                   words
     16 bytes    4 elements        8 elements, two a word         4
@@ -71,7 +75,7 @@ def arch_of(element: str, arch: str) -> str:
 
 @device
 def round_bf16(x):
-    """The bits of ``x`` rounded to bfloat16, to nearest with ties to even, in integers: sm_75 has no such conversion."""
+    """The bits of ``x`` rounded to bfloat16, to nearest, ties to even, in integers: sm_75 has no such conversion."""
     bits = f32_to_bits(x)
     if x != x:
         return uint32(0x7FFF)
@@ -172,7 +176,9 @@ def vectors(element: str, nbytes: int, hint: str = "plain", arch: str = "80") ->
     low, high, pack = _conversions(element, nbytes, arch)
     nothing = {"float32": 0xFF800000, "float16": 0xFC00FC00, "bfloat16": 0xFF80FF80}[element]
     pairs = itemsize == 2 and nbytes > 2
-    larger = {"float16": max_f16x2, "bfloat16": max_bf16x2}.get(element) if pairs and int(arch.rstrip("a")) >= 80 else None
+    larger = (
+        {"float16": max_f16x2, "bfloat16": max_bf16x2}.get(element) if pairs and int(arch.rstrip("a")) >= 80 else None
+    )
     return Vectors(
         nbytes // itemsize, max(1, nbytes // 4), pairs, nothing,
         _LOADS[nbytes, hint != "plain"], _STORES[nbytes, hint], low, high, pack, larger,

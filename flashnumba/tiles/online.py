@@ -1,4 +1,4 @@
-"""The arithmetic of online softmax on a row's state (m, d): its maximum, and its sum of exponentials in units of exp(m).
+"""The arithmetic of online softmax on a row's state (m, d): its maximum, its sum of exponentials in units of exp(m).
 
 Exponentials are powers of two, ``exp(x - m) = 2^((x - m) log2 e)``, one instruction of the special function unit. The
 difference is taken before the product: it is exact where it matters, so that scores of any finite size are right, where
@@ -35,7 +35,7 @@ def exponential(x, origin):
 
 @device
 def rescale(m_from, m_to):
-    """What a sum in units of exp(m_from) is multiplied by to be one in units of exp(m_to >= m_from); 0 if it is empty."""
+    """What a sum in units of exp(m_from) is multiplied by to be one in units of exp(m_to); 0 if it is empty."""
     return exponential(m_from, anchor(m_to))
 
 

@@ -94,8 +94,8 @@ def _make_block_reduction(threads: int, barrier: bool, over_lanes: DeviceFunctio
 def make_block_merge(threads: int, barrier: bool = True, rescaled: bool = True) -> DeviceFunction:
     """``block_merge(maxima, sums, at, m, d, state)``: the state of a block from the state of each of its warps.
 
-    ``m`` and ``d`` are those of the warp, the same in all its lanes; the 32 elements of ``maxima`` and ``sums``, float32
-    arrays in shared memory, from ``at`` on are used, and are free again after the next barrier. The result is
+    ``m`` and ``d`` are those of the warp, the same in all its lanes. Of ``maxima`` and ``sums``, float32 arrays in
+    shared memory, 32 elements from ``at`` on are used; they are free again after the next barrier. The result is
     ``state[0:2]``, a local float32 array, the same in every thread.
 
     Args:

@@ -1,4 +1,5 @@
-"""A warp-specialised attention forward for Hopper, as a conformance test of the machine: TMA, mbarriers, wgmma, ping-pong.
+"""A warp-specialised attention forward for Hopper, as a conformance test of the machine: TMA, mbarriers, wgmma,
+ping-pong.
 
 One block owns BM = 128 query rows of one head. Its three warpgroups have roles:
 
@@ -8,8 +9,9 @@ One block owns BM = 128 query rows of one head. Its three warpgroups have roles:
 
     slot s:   producer --full[s]--> consumers --empty[s]--> producer      (one pair of mbarriers each for K and V)
 
-A consumer keeps two products in flight, S_j = Q K_j^T and O += P_{j-1} V_{j-1}, and works on the softmax of S_j while the second
-still runs; two named barriers let the consumers take turns on the tensor cores. No mask, no tails: M and N are multiples of 128.
+A consumer keeps two products in flight, S_j = Q K_j^T and O += P_{j-1} V_{j-1}, and works on the softmax of S_j
+while the second still runs; two named barriers let the consumers take turns on the tensor cores. No mask, no tails:
+M and N are multiples of 128.
 """
 
 from functools import cache
@@ -51,7 +53,7 @@ K_FULL, V_FULL, K_EMPTY, V_EMPTY = range(4)
 
 @cache
 def make_kernel(broken=""):
-    """The kernel; ``broken`` plants a fault, one of the names tested in tests/machine/test_faults.py."""
+    """The kernel; ``broken`` plants a fault, one of the names tested in tests/machine/test_hopper_forward.py."""
     multiply_s = wgmma(BN)
     multiply_o = wgmma(D, a="registers", b_major="mn")
     give, take = setmaxnreg_dec(24), setmaxnreg_inc(240)
@@ -240,21 +242,19 @@ def make_kernel(broken=""):
                     wgmma_fence()
                 multiply_qk(s, my_q, k_ring + slot * uint32(TILE_BYTES))
                 wgmma_commit()
-                if early_release:
-                    if leader():
-                        mbarrier_arrive(barrier_of(bars, K_EMPTY, slot))
                 mbarrier_wait(barrier_of(bars, V_FULL, before), phase_before)
                 multiply_pv(o, p, v_ring + before * uint32(TILE_BYTES))
                 wgmma_commit()
                 bar_arrive(2 - mine, 256)  # the other consumer's turn
                 if not no_wait:
                     wait_but_one()  # S_j is there, P V_{j-1} still runs
-                if not early_release:
-                    if leader():
-                        mbarrier_arrive(barrier_of(bars, K_EMPTY, slot))
+                if leader():
+                    mbarrier_arrive(barrier_of(bars, K_EMPTY, slot))
+                if early_release and leader():
+                    mbarrier_arrive(barrier_of(bars, V_EMPTY, before))
                 online_softmax(s, m, l, alpha, scale_log2)
                 wait_all()
-                if leader():
+                if leader() and not early_release:
                     mbarrier_arrive(barrier_of(bars, V_EMPTY, before))
                 if not no_rescale:
                     rescale(o, alpha)

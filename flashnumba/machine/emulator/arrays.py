@@ -17,27 +17,44 @@ __all__ = ["GlobalArray", "LocalArray", "LocalStore", "SharedArray"]
 
 
 class LocalStore:
-    """The same local array of up to 128 threads, one row each, so that a collective works on all rows at once."""
+    """The same local array of up to 128 threads, one row each, so that a collective works on all rows at once.
 
-    __slots__ = ("data", "init")
+    ``init``: whether an element was ever written. ``touched``: the number of wgmma fences before it was last
+    written, or, where a wgmma wrote it, last looked at; 0 in kernels without such fences.
+    """
+
+    __slots__ = ("data", "init", "touched")
 
     def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any):
         self.data = np.zeros((rows, *shape), dtype)
         self.init = np.zeros((rows, *shape), bool)
+        self.touched = np.zeros((rows, *shape), np.int32)
+
+
+class Flight:
+    """Registers [lo, hi) of a local array that a wgmma of commit group ``group`` uses, and where it was issued.
+
+    ``landed``: the wait has come, the registers may be touched, and nobody has done so yet.
+    """
+
+    __slots__ = ("group", "hi", "landed", "lo", "position")
+
+    def __init__(self, lo: int, hi: int, group: int, position: Any):
+        self.lo, self.hi, self.group, self.position, self.landed = lo, hi, group, position, False
 
 
 class LocalArray:
     """One thread's local array. An element must be written before it is read."""
 
-    __slots__ = ("data", "flight", "init", "integer", "op", "row", "stamp", "store", "thread")
+    __slots__ = ("data", "flights", "init", "integer", "length", "op", "row", "store", "thread", "touched")
 
     def __init__(self, thread: Thread, store: LocalStore, row: int):
         self.thread, self.store, self.row = thread, store, row
-        self.data, self.init = store.data[row], store.init[row]
+        self.data, self.init, self.touched = store.data[row], store.init[row], store.touched[row]
+        self.length = len(self.data) if self.data.ndim == 1 else 0  # what a plain integer may index
         self.integer = self.data.dtype.kind in "iu"
         self.op: Any = None  # the last posted collective that uses it
-        self.flight: Any = None  # (commit group, place) of a wgmma in flight that does
-        self.stamp = 0  # number of wgmma fences before its last ordinary write
+        self.flights: tuple[Flight, ...] = ()
 
     @property
     def size(self) -> int:
@@ -50,45 +67,81 @@ class LocalArray:
     def __len__(self) -> int:
         return len(self.data)
 
-    def settle(self) -> None:
-        """See to it that every posted instruction on this array has been executed and that none is in flight."""
+    def start_flight(self, lo: int, hi: int, group: int, position: Any) -> Flight:
+        """A wgmma of this group uses registers [lo, hi)."""
+        started = Flight(lo, hi, group, position)
+        self.flights = (
+            *(f for f in self.flights if f.lo != lo and not (f.landed and f.lo < hi and lo < f.hi)),
+            started,
+        )
+        return started
+
+    def settle(self, i: Any = None, count: int = 1) -> None:
+        """See to it that every posted instruction on this array has been executed and that ``count`` elements from
+        ``i`` (all, if None) are in nobody's flight."""
         op = self.op
         if op is not None:
             if not op.done:
                 self.thread.flush()
             self.op = None
-        if self.flight is not None:
-            raise self.thread.fault(
-                faults.AccumulatorInFlight,
-                f"registers that a wgmma uses are touched before wgmma_wait(); issued at {faults.describe(self.flight[1])}",
-            )
+        if not self.flights:
+            return
+        if i is None:
+            lo, hi = 0, self.data.size
+        else:
+            lo = int(np.ravel_multi_index(i, self.data.shape, mode="wrap")) if i.__class__ is tuple else int(i)
+            hi = lo + count
+        for f in self.flights:
+            if f.lo < hi and lo < f.hi and not f.landed:
+                at = f"; it was issued at {faults.describe(f.position)}" if f.position else ""
+                raise self.thread.fault(
+                    faults.AccumulatorInFlight, f"registers that a wgmma uses are touched before wgmma_wait(){at}"
+                )
+        for f in self.flights:
+            if f.lo < hi and lo < f.hi:
+                self.touched[f.lo : f.hi] = self.thread.register_fences
+                self.flights = tuple(g for g in self.flights if g is not f)
+
+    def as_new(self) -> None:
+        """The declaration is reached again: whatever the array held is gone."""
+        self.settle()
+        self.init[...] = False
+        self.touched[...] = 0
+
+    def written(self, lo: int, hi: int) -> None:
+        """An instruction has written elements [lo, hi)."""
+        self.init[lo:hi] = True
+        if self.thread.register_fences != 1:
+            self.touched[lo:hi] = self.thread.register_fences
 
     def _bounds(self, i: Any) -> None:
         shape = self.data.shape
         index = i if isinstance(i, tuple) else (i,)
+        if any(isinstance(k, slice) for k in index) or len(index) < len(shape):
+            raise TypeError(
+                f"index {i} of a local array of shape {shape}: the emulator gives out single registers, no views"
+            )
         if len(index) != len(shape) or any(not 0 <= k < n for k, n in zip(index, shape, strict=True)):
             raise self.thread.fault(faults.OutOfBounds, f"index {i} of a local array of shape {shape}")
 
     def __getitem__(self, i: Any) -> Any:
-        if self.op is not None or self.flight is not None:
-            self.settle()
+        if self.op is not None or self.flights:
+            self.settle(i)
         try:
-            ok = self.init[i]
-            if not ok:
-                raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
-            if i.__class__ is int and i < 0:
+            if i.__class__ is not int or not 0 <= i < self.length:
                 self._bounds(i)
+            if not self.init[i]:
+                raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
             return self.data.item(i) if self.integer else self.data[i]
         except IndexError:
             self._bounds(i)
             raise
 
     def __setitem__(self, i: Any, value: Any) -> None:
-        if self.op is not None or self.flight is not None:
-            self.settle()
-        if i.__class__ is int and not 0 <= i < len(self.data):
+        if self.op is not None or self.flights:
+            self.settle(i)
+        if i.__class__ is not int or not 0 <= i < self.length:
             self._bounds(i)
-        self.stamp = self.thread.register_fences
         try:
             self.data[i] = value
         except OverflowError:
@@ -97,6 +150,9 @@ class LocalArray:
             self._bounds(i)
             raise
         self.init[i] = True
+        fences = self.thread.register_fences
+        if fences != 1:
+            self.touched[i] = fences
 
 
 def wrapped(value: int, dtype: np.dtype) -> Any:
@@ -111,21 +167,17 @@ def wrapped(value: int, dtype: np.dtype) -> Any:
 class _Strided:
     """What shared and global arrays have in common: shape, strides, views."""
 
-    __slots__ = ("address", "data", "integer", "itemsize", "name", "shape", "strides")
+    __slots__ = ("address", "data", "integer", "itemsize", "name", "ndim", "shape", "strides")
 
     def __init__(self, data: np.ndarray, address: int, name: str):
         self.data, self.address, self.name = data, address, name
         self.shape, self.strides = data.shape, data.strides
-        self.itemsize = data.dtype.itemsize
+        self.itemsize, self.ndim = data.dtype.itemsize, data.ndim
         self.integer = data.dtype.kind in "iu"
 
     @property
     def size(self) -> int:
         return self.data.size
-
-    @property
-    def ndim(self) -> int:
-        return self.data.ndim
 
     @property
     def dtype(self) -> Any:
@@ -150,7 +202,7 @@ class _Strided:
 
     def _outside(self, i: tuple[Any, ...]) -> faults.Fault:
         thread: Any = getcurrent()
-        index = ", ".join(str(int(k)) for k in i)
+        index = ", ".join(str(k) for k in i)
         return thread.fault(faults.OutOfBounds, f"index [{index}] of {self.name}, whose shape is {self.shape}")
 
     def _view(self, data: np.ndarray) -> Any:
@@ -160,15 +212,22 @@ class _Strided:
     def _like(self, data: np.ndarray, address: int) -> Any:
         raise NotImplementedError
 
+    def part(self, i: Any) -> Any:
+        """The view that an index names which does not name one element: fewer indices than axes, or a slice among
+        them."""
+        i = i if i.__class__ is tuple else (i,)
+        if len(i) > len(self.shape) or not all(
+            k.__class__ is slice or 0 <= k < n for k, n in zip(i, self.shape, strict=False)
+        ):
+            raise self._outside(i)
+        return self._view(self.data[i])
+
     def view(self, dtype: Any) -> Any:
-        return self._view(self.data.view(getattr(dtype, "dtype", dtype)))
+        own = getattr(dtype, "dtype", None)  # of a cast; a NumPy type's is no dtype
+        return self._view(self.data.view(own if isinstance(own, np.dtype) else dtype))
 
     def reshape(self, *shape: Any) -> Any:
         return self._view(self.data.reshape(*shape))
-
-
-def _is_view(i: Any) -> bool:
-    return i.__class__ is slice or (i.__class__ is tuple and any(k.__class__ is slice for k in i))
 
 
 class SharedArray(_Strided):
@@ -184,17 +243,25 @@ class SharedArray(_Strided):
         return SharedArray(self.memory, data, address, self.name)
 
     def __getitem__(self, i: Any) -> Any:
-        if _is_view(i):
-            return self._view(self.data[i])
+        if i.__class__ is slice or (
+            self.ndim > 1 and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
+        ):
+            return self.part(i)
         at = self.address + self.offset(i)
+        thread: Any = getcurrent()
+        if thread.op is not None:
+            thread.flush()  # a posted stmatrix writes before this reads
         if self.memory.checks:
-            self.memory.check_read(at, at + self.itemsize, getcurrent(), align=self.itemsize)
+            self.memory.check_read(at, at + self.itemsize, thread, align=self.itemsize)
         return self.data.item(i) if self.integer else self.data[i]
 
     def __setitem__(self, i: Any, value: Any) -> None:
         at = self.address + self.offset(i)
+        thread: Any = getcurrent()
+        if thread.op is not None:
+            thread.flush()  # a posted ldmatrix reads before this writes
         if self.memory.checks:
-            self.memory.check_write(at, at + self.itemsize, getcurrent(), align=self.itemsize)
+            self.memory.check_write(at, at + self.itemsize, thread, align=self.itemsize)
         try:
             self.data[i] = value
         except OverflowError:
@@ -214,8 +281,10 @@ class GlobalArray(_Strided):
         return GlobalArray(self.memory, data, address, self.name)
 
     def __getitem__(self, i: Any) -> Any:
-        if _is_view(i):
-            return self._view(self.data[i])
+        if i.__class__ is slice or (
+            self.ndim > 1 and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
+        ):
+            return self.part(i)
         self.offset(i)
         self.memory.loaded += self.itemsize
         return self.data.item(i) if self.integer else self.data[i]

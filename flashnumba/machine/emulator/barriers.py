@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.clock import SHIFT, Clock
+from flashnumba.machine.emulator.clock import MASK, SHIFT, Clock
 from flashnumba.machine.emulator.shared_memory import MBARRIER
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from flashnumba.machine.emulator.thread import Thread
 
 __all__ = ["Mbarrier", "change_registers", "init_mbarrier", "mbarrier", "named_barrier"]
+
+POLLS = 1000  # polls in vain, while nothing else in the launch happens, after which nothing ever will
 
 
 # -- bar.sync, bar.arrive ---------------------------------------------------------------------------------------------
@@ -27,9 +29,13 @@ class _Named:
         self.arrived: list[tuple[Thread, np.ndarray]] = []  # with what each had published
         self.parked: list[Thread] = []
 
+    def who(self) -> str:
+        return f"threads {faults.ranges(t.tid for t, _ in self.arrived)}"
+
 
 def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
-    """``bar.sync`` (wait) or ``bar.arrive``: complete when ``count`` threads have come, whichever of the two they used."""
+    """``bar.sync`` (wait) or ``bar.arrive``: complete when ``count`` threads have come, whichever of the two they
+    used."""
     thread.flush()
     block = thread.block
     if not 0 <= number < 16:
@@ -49,8 +55,19 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
     elif barrier.count != count:
         raise thread.fault(
             faults.BarrierMismatch,
-            f"named barrier {number} with {count} threads here, with {barrier.count} where "
-            f"{faults.ranges(t.tid for t, _ in barrier.arrived)} came to it",
+            f"named barrier {number} with {count} threads here, with {barrier.count} where {barrier.who()} came to it",
+        )
+    if number == 0 and block.arrived:
+        raise thread.fault(
+            faults.BarrierMismatch,
+            f"named barrier 0 is that of syncthreads(), where threads {faults.ranges(t.tid for t in block.arrived)} "
+            f"wait",
+        )
+    if any(t is thread for t, _ in barrier.arrived):
+        raise thread.fault(
+            faults.BarrierMismatch,
+            f"thread {thread.tid} comes to named barrier {number} a second time before all {count} threads have "
+            f"come once",
         )
     barrier.arrived.append((thread, thread.published()))
     thread.tick()
@@ -85,13 +102,14 @@ class Mbarrier:
     A copy happens when somebody waits for the phase and all arrivals have come: as late as the program allows.
     """
 
-    def __init__(self, block: Block, address: int, count: int):
+    def __init__(self, block: Block, address: int, count: int, maker: Thread):
         self.block, self.address, self.count = block, address, count
+        self.init_thread, self.init_epoch = maker.tid, maker.epoch
         self.slot = block.first_mbarrier + block.mbarrier_slots
         self.pending, self.bytes, self.phase = count, 0, 0
         self.vector: np.ndarray | None = None  # what the arrivals of this phase have published
         self.done: Clock | None = None  # what the last complete phase hands on
-        self.copies: list[tuple[int, Callable[[], None]]] = []
+        self.copies: list[tuple[int, Callable[[], None], int, Any]] = []  # bytes, what to do, thread, place
         self.parked: list[tuple[Thread, int]] = []
 
     @property
@@ -104,12 +122,14 @@ class Mbarrier:
         vector = thread.published()
         self.vector = vector if self.vector is None else np.maximum(self.vector, vector)
         thread.tick()
+        self.block.launch.progress += 1
 
     def arrive(self, thread: Thread, expected: int = 0) -> None:
         if self.pending == 0:
             raise thread.fault(
                 faults.MbarrierMisuse,
-                f"an arrival too many on the mbarrier at shared address {self.address}: its phase {self.phase} has had all {self.count}",
+                f"an arrival too many on the mbarrier at shared address {self.address}: its phase {self.phase} has "
+                f"had all {self.count}",
             )
         self.bytes += expected
         self.publish(thread)
@@ -124,12 +144,12 @@ class Mbarrier:
         """Go on to the next phase if nothing is missing; make the copies now if somebody waits for them."""
         if self.pending == 0 and self.copies and any(not self.passed(p) for _, p in self.parked):
             copies, self.copies = self.copies, []
-            for nbytes, copy in copies:
+            for nbytes, copy, *_ in copies:
                 copy()
                 self.bytes -= nbytes
         if self.pending or self.bytes or self.copies:
             return
-        vector = self.vector if self.vector is not None else np.zeros(self.block.flight + 1, np.int64)
+        vector = self.vector if self.vector is not None else self.block.nothing()
         vector[self.slot] = self.phase + 1
         self.done, self.vector = Clock(vector), vector.copy()
         self.phase += 1
@@ -160,7 +180,7 @@ class Mbarrier:
             if thread in self.block.launch.ready:
                 self.block.launch.ready.remove(thread)
             if not self.passed(parity):
-                thread.give_way()
+                thread.poll(_MbarrierWait(self, parity), POLLS)
         if self.passed(parity):
             if self.done is not None:
                 thread.learn(self.done)
@@ -181,30 +201,29 @@ class _MbarrierWait:
             lacks.append(f"{b.bytes} expected bytes that no copy brings")
         if b.bytes < 0:
             lacks.append(f"nothing: {-b.bytes} bytes came that no thread expected")
-        return f"parity {self.parity} of the mbarrier at shared address {b.address} (phase {b.phase} lacks {' and '.join(lacks) or 'nothing'})"
+        missing = " and ".join(lacks) or "nothing"
+        return f"parity {self.parity} of the mbarrier at shared address {b.address} (phase {b.phase} lacks {missing})"
 
 
 def init_mbarrier(thread: Thread, address: int, count: int) -> None:
     block, shared = thread.block, thread.block.shared
     if not 1 <= count < 1 << 20:
         raise thread.fault(faults.MbarrierMisuse, f"an mbarrier for {count} arrivals; the count must be 1 to 2^20 - 1")
-    old = block.mbarriers.get(address)
-    if old is not None and (old.parked or old.copies):
+    if address in block.mbarriers:
+        maker = block.mbarriers[address].init_thread
         raise thread.fault(
             faults.MbarrierMisuse,
-            f"the mbarrier at shared address {address} is initialised again while threads or copies use it",
+            f"the mbarrier at shared address {address}, initialised by thread {maker}, is initialised again without "
+            f"mbarrier_inval()",
+            tuple({thread.tid, maker}),
         )
-    if old is None and shared.checks:
-        shared.check_write(address, address + 8, thread, align=8)
-    made = block.mbarriers[address] = Mbarrier(block, address, count)
+    shared.check_write(address, address + 8, thread, align=8)
+    made = block.mbarriers[address] = Mbarrier(block, address, count, thread)
     block.mbarrier_slots += 1
     if made.slot >= block.flight:
         raise thread.fault(
             faults.MbarrierMisuse, f"more than {block.flight - block.first_mbarrier} mbarriers in a block"
         )
-    made.vector = None
-    made.init_epoch = thread.epoch  # type: ignore[attr-defined]
-    made.init_thread = thread.tid  # type: ignore[attr-defined]
     if shared.checks:
         a, b = address >> shared.shift, (address + 8) >> shared.shift
         shared.writer[a:b] = [MBARRIER] * (b - a)
@@ -216,7 +235,7 @@ def mbarrier(thread: Thread, address: int, by_copy: bool = False) -> Mbarrier:
     ``by_copy``: a copy engine will report to it, which sees the initialisation only after a fence.
     """
     thread.flush()
-    found: Any = thread.block.mbarriers.get(address)
+    found = thread.block.mbarriers.get(address)
     if found is None:
         raise thread.fault(faults.MbarrierMisuse, f"there is no initialised mbarrier at shared address {address}")
     if thread.block.shared.checks:
@@ -227,11 +246,11 @@ def mbarrier(thread: Thread, address: int, by_copy: bool = False) -> Mbarrier:
                 f"initialises; no barrier lies between",
                 (thread.tid, found.init_thread),
             )
-        maker = thread.block.threads[found.init_thread]
-        if by_copy and maker.fenced < found.init_epoch & 0xFFFFFFFF:
+        if by_copy and thread.clock.vector[thread.block.fences + found.init_thread] < found.init_epoch & MASK:
             raise thread.fault(
                 faults.MissingProxyFence,
-                f"a copy engine is to report to the mbarrier at shared address {address}, but thread {found.init_thread} has "
+                f"a copy engine is to report to the mbarrier at shared address {address}, but thread "
+                f"{found.init_thread} has "
                 f"not fenced its initialisation (fence_mbarrier_init() or fence_proxy_async())",
             )
     return found
@@ -245,7 +264,7 @@ def change_registers(thread: Thread, wanted: int, grow: bool) -> None:
     """
     thread.flush()
     block = thread.block
-    share = min(65536 // block.size // 8 * 8, 255)
+    share = min(65536 // block.size // 8 * 8, 256)
     if block.registers is None:
         block.registers = {"free": 0, "held": {}, "parked": []}
     pool = block.registers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,13 @@ class Block:
         # whom nobody ever knows.
         self.first_group, self.first_mbarrier = self.size, self.size + groups
         self.flight = self.first_mbarrier + MBARRIERS
-        start = Clock(np.zeros(self.flight + 1, np.int64))
+        self.fences = self.flight + 1  # where the second part of a vector begins, see clock.py
+        start = Clock(self.nothing())
         self.shared = SharedMemory(self, launch.shared_limit, launch.checks)
         self.dynamic_bytes = launch.shared
         # Dynamic shared memory is promised 16-byte alignment, no more; a kernel that needs more must see to it.
         self.dynamic_address = 16 if launch.shared else 0
-        self.static_end = self.dynamic_address + launch.shared
+        self.static_end = self.shared.end = self.dynamic_address + launch.shared
         self.static: dict[Any, Any] = {}
         self.stores: dict[Any, Any] = {}
         self.threads = [
@@ -69,7 +71,8 @@ class Block:
             if first + size > self.size:
                 raise thread.fault(
                     faults.DivergentCollective,
-                    f"an instruction for {size} threads in a block of {self.size}: threads {first}-{self.size - 1} are too few",
+                    f"an instruction for {size} threads in a block of {self.size}: threads {first}-{self.size - 1} "
+                    f"are too few",
                 )
             gang = self._gangs[first, size] = Gang(self, first, size)
         return gang
@@ -81,9 +84,14 @@ class Block:
 
     def release(self, threads: list[Thread]) -> None:
         """Parked threads may go on, in an order that the seed decides."""
+        self.launch.progress += 1
         if self.launch.shuffle is not None:
             self.launch.shuffle(threads)
         self.launch.ready.extend(threads)
+
+    def nothing(self) -> np.ndarray:
+        """The vector of one who knows nothing."""
+        return np.zeros(self.fences + self.size, np.int64)
 
     # -- barriers -----------------------------------------------------------------------------------------------------
     def syncthreads(self, thread: Thread, at: Any) -> None:
@@ -102,6 +110,11 @@ class Block:
             )
         if self.alive != self.size:
             self._exited_early(thread)
+        if 0 in self.named:
+            raise thread.fault(
+                faults.BarrierMismatch,
+                f"syncthreads() is barrier 0, which {self.named[0].who()} use as a named barrier",
+            )
         arrived.append(thread)
         if len(arrived) < self.size:
             thread.wait("syncthreads()")
@@ -115,7 +128,8 @@ class Block:
         gone = [t.tid for t in self.threads if t.dead]
         raise thread.fault(
             faults.DivergentBarrier,
-            f"syncthreads() can never be complete: {'threads' if len(gone) > 1 else 'thread'} {faults.ranges(gone)} returned "
+            f"syncthreads() can never be complete: {'threads' if len(gone) > 1 else 'thread'} {faults.ranges(gone)} "
+            f"returned "
             f"before it",
             (thread.tid,),
         )
@@ -133,27 +147,36 @@ class Block:
             t.clock = clock
             t.time += 1
             t.epoch += 1
-            t.fenced_since_barrier = False
 
     def finished(self, thread: Thread) -> None:
         """A thread returns from the kernel."""
         thread.flush()
         self.alive -= 1
+        self.launch.progress += 1
         if self.launch.checks and (thread.copies or thread.copy_groups):
             left = sum(map(len, thread.copy_groups)) + len(thread.copies)
             if left:
-                raise thread.fault(
-                    faults.UnfinishedCopy, f"thread {thread.tid} returns with {left} cp.async not waited for"
+                first = next(c for g in (*thread.copy_groups, thread.copies) for c in g)
+                raise faults.UnfinishedCopy(
+                    f"thread {thread.tid} returns with {left} cp.async in flight, the first started below",
+                    self.index,
+                    (thread.tid,),
+                    [p for p in [self.shared.lines.get(first.dst >> self.shared.shift)] if p],
                 )
         if self.launch.checks and (any(thread.bulk_groups) or thread.bulk_copies):
-            raise thread.fault(
-                faults.UnfinishedCopy,
-                f"thread {thread.tid} returns before its bulk copies out of shared memory are done",
+            first = next(c for g in (*thread.bulk_groups, thread.bulk_copies) for c in g)
+            raise faults.UnfinishedCopy(
+                f"thread {thread.tid} returns before its bulk copies out of shared memory are done, the first "
+                f"started below",
+                self.index,
+                (thread.tid,),
+                [first[-1]],
             )
         if self.arrived and self.alive < self.size:
             waiting = [t.tid for t in self.arrived]
             raise faults.DivergentBarrier(
-                f"thread {thread.tid} returned while {'threads' if len(waiting) > 1 else 'thread'} {faults.ranges(waiting)} "
+                f"thread {thread.tid} returned while {'threads' if len(waiting) > 1 else 'thread'} "
+                f"{faults.ranges(waiting)} "
                 f"wait at syncthreads()",
                 self.index,
                 (thread.tid, *waiting),
@@ -163,9 +186,12 @@ class Block:
             for mbarrier in self.mbarriers.values():
                 if mbarrier.copies and self.launch.checks:
                     raise faults.UnfinishedCopy(
-                        f"the block ends with {len(mbarrier.copies)} bulk copies in flight that nobody waited for "
-                        f"(mbarrier at shared address {mbarrier.address})",
+                        f"the block ends, and nobody has waited for {len(mbarrier.copies)} bulk copies that report "
+                        f"to the "
+                        f"mbarrier at shared address {mbarrier.address}, the first started below",
                         self.index,
+                        (mbarrier.copies[0][2],),
+                        [mbarrier.copies[0][3]],
                     )
 
     # -- agents -------------------------------------------------------------------------------------------------------
@@ -183,20 +209,16 @@ class Block:
             return "wgmma"
         return "asynchronous copy" if agent == self.flight else "bulk copy"
 
-    def agent(self, agent: int) -> str:
-        return (
-            f"thread {agent}"
-            if agent < self.size
-            else f"a{'n' if agent == self.flight else ''} " + str(self.in_flight(agent << SHIFT))
-        )
-
     # -- stuck --------------------------------------------------------------------------------------------------------
-    def stuck(self) -> faults.Deadlock | faults.Fault:
+    def stuck(self) -> faults.Fault:
         """Who waits where, when nobody can go on."""
+        unwritten = self.shared.unwritten()
+        if unwritten is not None:
+            return unwritten
         groups: dict[Any, list[Thread]] = {}
         for t in self.threads:
-            if not t.dead and t.waiting:
-                where = faults.stack(t.gr_frame)
+            if not t.dead and t.waiting is not None:
+                where = faults.stack(t.gr_frame or sys._getframe(1))
                 groups.setdefault((str(t.waiting), tuple(where[:3])), []).append(t)
         lines = ["no thread of the block can go on"]
         for (what, where), threads in groups.items():

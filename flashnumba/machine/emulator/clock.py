@@ -1,17 +1,22 @@
 """Happens-before, by vector clocks (the idea of FastTrack, Flanagan and Freund, PLDI 2009).
 
-An *agent* is a thread or an asynchronous engine (an mbarrier's copies, a warpgroup's wgmma). An *epoch* is one moment of
-one agent, packed in an integer: ``agent << 32 | time``. A thread knows, for each agent, up to which time that agent's
-work is ordered before its own: its vector. What is not known so is concurrent.
+An *agent* is a thread or an asynchronous engine (an mbarrier's copies, a warpgroup's wgmma). An *epoch* is one
+moment of one agent, packed in an integer: ``agent << 32 | time``. A thread knows, for each agent, up to which time
+that agent's work is ordered before its own: its vector. What is not known so is concurrent.
 
 After a barrier all threads know the same, so they share one :class:`Clock`; a thread's own time is kept beside it.
+
+A vector has a second part, one entry a thread: up to which time that thread's ordinary stores are behind a proxy
+fence. A fence copies what is known into it; joins carry both parts along, so a fence counts wherever it lies on the
+way from the store to the asynchronous read (PTX ISA, "Memory consistency model: causality order", proxy-preserved
+base causality).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["SHIFT", "Clock", "merge"]
+__all__ = ["MASK", "SHIFT", "Clock", "merge"]
 
 SHIFT = 32
 MASK = (1 << SHIFT) - 1
@@ -23,7 +28,7 @@ class Clock:
     __slots__ = ("known", "known_sets", "merged", "vector")
 
     def __init__(self, vector: np.ndarray):
-        self.vector = vector  # [agents] int64
+        self.vector = vector  # [agents + threads] int64
         self.known: set[int] = set()  # epochs found to be ordered before
         self.known_sets: set[int] = set()  # reader sets of shared memory, likewise
         self.merged: dict[int, tuple[Clock, Clock]] = {}

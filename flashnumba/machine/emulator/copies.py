@@ -20,7 +20,7 @@ __all__ = [
 
 # -- cp.async ---------------------------------------------------------------------------------------------------------
 class _Copy:
-    __slots__ = ("dst", "epoch", "line", "nbytes", "src", "valid")
+    __slots__ = ("dst", "epoch", "nbytes", "src", "valid")
 
     def __init__(self, dst: int, src: int, nbytes: int, valid: int, epoch: int):
         self.dst, self.src, self.nbytes, self.valid, self.epoch = dst, src, nbytes, valid, epoch
@@ -40,8 +40,8 @@ def copy_async(thread: Thread, dst: int, src: int, nbytes: int, valid: int) -> N
     if thread.op is not None:
         thread.flush()
     epoch = thread.block.new_flight()
-    if shared.checks:
-        shared.check_write(dst, dst + nbytes, thread, epoch, align=nbytes)
+    shared.check_write(dst, dst + nbytes, thread, epoch, align=nbytes)
+    shared.issued[epoch] = thread.epoch
     thread.copies.append(_Copy(dst, src, nbytes, valid, epoch))
 
 
@@ -54,13 +54,18 @@ def wait_groups(thread: Thread, pending: int) -> None:
     """At most ``pending`` of the newest groups stay in flight; the others arrive now."""
     shared, memory = thread.block.shared, thread.launch.memory
     while len(thread.copy_groups) > pending:
-        for c in thread.copy_groups.popleft():
+        group = thread.copy_groups.popleft()
+        if group:
+            thread.tick()  # the epoch of these bytes is that of no other access
+        for c in group:
             if c.valid:
                 shared.data[c.dst : c.dst + c.valid] = memory.peek(c.src, c.valid, thread)
                 memory.loaded += c.valid
             shared.data[c.dst + c.valid : c.dst + c.nbytes] = 0
             if shared.checks:
                 shared.restamp_writer(c.dst, c.dst + c.nbytes, c.epoch, thread.epoch)
+        if group:
+            thread.tick()
 
 
 # -- bulk copies ------------------------------------------------------------------------------------------------------
@@ -83,8 +88,7 @@ def bulk_load(thread: Thread, dst: int, src: int, nbytes: int, bar: int) -> None
         )
     shared, memory = thread.block.shared, thread.launch.memory
     data = memory.peek(src, nbytes, thread)
-    if shared.checks:
-        shared.check_write(dst, dst + nbytes, thread, barrier.epoch)
+    shared.check_write(dst, dst + nbytes, thread, barrier.epoch, proxy=True)
 
     def copy() -> None:
         shared.data[dst : dst + nbytes] = data
@@ -95,12 +99,13 @@ def bulk_load(thread: Thread, dst: int, src: int, nbytes: int, bar: int) -> None
 
 def _issue(thread: Thread, barrier: Any, nbytes: int, copy: Any) -> None:
     barrier.publish(thread)  # the copy starts from what its issuer knew
-    barrier.copies.append((nbytes, copy))
+    barrier.copies.append((nbytes, copy, thread.tid, thread.position()))
     barrier.advance()
 
 
 def swizzled(addresses: np.ndarray, swizzle: int) -> np.ndarray:
-    """Where the 16-byte chunk meant for each shared address lies: address bits 4.. are exchanged with bits 7.. by xor."""
+    """Where the 16-byte chunk meant for each shared address lies: address bits 4.. are exchanged with bits 7.. by
+    xor."""
     mask = {0: 0, 32: 1, 64: 3, 128: 7}[swizzle]
     return addresses ^ (((addresses >> 7) & mask) << 4)
 
@@ -131,7 +136,8 @@ def _tensor_box(thread: Thread, tensor: Any, coordinates: tuple[int, ...], addre
     if coordinates[0] * size % 16:
         raise thread.fault(
             faults.Misaligned,
-            f"a tensor copy from coordinate {coordinates[0]} of the innermost axis, {coordinates[0] * size} bytes in; it must "
+            f"a tensor copy from coordinate {coordinates[0]} of the innermost axis, {coordinates[0] * size} bytes "
+            f"in; it must "
             f"be a multiple of 16 bytes ({16 // size} elements), or the hardware stops with an illegal instruction",
         )
     nbytes = int(np.prod(tensor.box)) * size
@@ -145,8 +151,7 @@ def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: i
     nbytes, chunks = _tensor_box(thread, tensor, coordinates, dst)
     shared, memory = thread.block.shared, thread.launch.memory
     span = _span(tensor.swizzle, dst, nbytes)
-    if shared.checks:
-        shared.check_write(*span, thread, barrier.epoch)
+    shared.check_write(*span, thread, barrier.epoch, proxy=True)
     inside, within = _window(tensor, coordinates)
 
     def copy() -> None:
@@ -159,11 +164,9 @@ def tensor_load(thread: Thread, dst: int, tensor: Any, bar: int, *coordinates: i
 
 
 def _span(swizzle: int, address: int, nbytes: int) -> tuple[int, int]:
-    """The shared bytes a box covers: a swizzle moves chunks only inside its atom."""
-    atom = {0: 16, 32: 256, 64: 512, 128: 1024}[swizzle]
-    if address % atom == 0 and nbytes % atom == 0:
-        return address, address + nbytes
-    return address // atom * atom, -(-(address + nbytes) // atom) * atom
+    """The shared bytes a box covers: a swizzle moves a chunk only inside its own ``swizzle`` bytes."""
+    unit = swizzle or 16
+    return address, address + -(-nbytes // unit) * unit
 
 
 def bulk_store(thread: Thread, dst: int, src: int, nbytes: int) -> None:
@@ -186,7 +189,8 @@ def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> No
     if min(coordinates) < 0:
         raise thread.fault(
             faults.OutOfBounds,
-            f"a tensor copy into coordinates {coordinates}; a store may not start before the tensor (a load may), or the "
+            f"a tensor copy into coordinates {coordinates}; a store may not start before the tensor (a load may), "
+            f"or the "
             f"hardware stops with an illegal instruction",
         )
     nbytes, chunks = _tensor_box(thread, tensor, coordinates, src)
@@ -205,9 +209,9 @@ def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> No
 
 def _start_store(thread: Thread, lo: int, hi: int, copy: Any) -> None:
     epoch = thread.block.new_flight()
-    if thread.block.shared.checks:
-        thread.block.shared.check_read(lo, hi, thread, epoch, proxy=True)
-    thread.bulk_copies.append((lo, hi, epoch, copy))
+    thread.block.shared.check_read(lo, hi, thread, epoch, proxy=True)
+    thread.block.shared.issued[epoch] = thread.epoch
+    thread.bulk_copies.append((lo, hi, epoch, copy, thread.position()))
 
 
 def bulk_commit(thread: Thread) -> None:
@@ -219,7 +223,12 @@ def bulk_wait(thread: Thread, pending: int) -> None:
     """At most ``pending`` of the newest groups of copies out of shared memory stay in flight."""
     shared = thread.block.shared
     while len(thread.bulk_groups) > pending:
-        for lo, hi, epoch, copy in thread.bulk_groups.popleft():
+        group = thread.bulk_groups.popleft()
+        if group:
+            thread.tick()
+        for lo, hi, epoch, copy, _ in group:
             copy()
             if shared.checks:
                 shared.restamp_reader(lo, hi, epoch, thread.epoch, thread)
+        if group:
+            thread.tick()

@@ -45,13 +45,13 @@ class Memory:
     def read_shared(self, addresses: Any, nbytes: int) -> np.ndarray:
         shared = self.block.shared
         for thread, at in self._lanes(addresses):
-            shared.check_read(at, at + nbytes, thread, align=nbytes) if shared.checks else None
+            shared.check_read(at, at + nbytes, thread, align=nbytes)
         return shared.gather(np.asarray(addresses, np.int64), nbytes)
 
     def write_shared(self, addresses: Any, data: np.ndarray) -> None:
         shared, nbytes = self.block.shared, data.shape[-1]
         for thread, at in self._lanes(addresses):
-            shared.check_write(at, at + nbytes, thread, align=nbytes) if shared.checks else None
+            shared.check_write(at, at + nbytes, thread, align=nbytes)
         shared.scatter(np.asarray(addresses, np.int64), data)
 
     def read_global(self, addresses: Any, nbytes: int) -> np.ndarray:
@@ -74,18 +74,12 @@ class ThreadMemory:
 
     def read_shared(self, address: Any, nbytes: int) -> np.ndarray:
         shared, at = self.block.shared, int(address)
-        if shared.checks:
-            shared.check_read(at, at + nbytes, self.thread, align=nbytes)
-        else:
-            shared._span(at, at + nbytes, self.thread, nbytes)
+        shared.check_read(at, at + nbytes, self.thread, align=nbytes)
         return shared.data[at : at + nbytes].copy()
 
     def write_shared(self, address: Any, data: np.ndarray) -> None:
         shared, at, nbytes = self.block.shared, int(address), data.shape[-1]
-        if shared.checks:
-            shared.check_write(at, at + nbytes, self.thread, align=nbytes)
-        else:
-            shared._span(at, at + nbytes, self.thread, nbytes)
+        shared.check_write(at, at + nbytes, self.thread, align=nbytes)
         shared.data[at : at + nbytes] = data
 
     def read_global(self, address: Any, nbytes: int) -> np.ndarray:
@@ -171,13 +165,18 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
         def scalars(*args: Any) -> Any:
             values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
             if memory:
-                values.insert(0, ThreadMemory(getcurrent()))
+                thread: Any = getcurrent()
+                if thread.op is not None:
+                    thread.flush()
+                values.insert(0, ThreadMemory(thread))
             return _plain(emulate(*values))
 
         return scalars
 
     def call(*args: Any) -> Any:
         thread: Any = getcurrent()
+        if memory and thread.op is not None:
+            thread.flush()
         inputs: list[Any] = [ThreadMemory(thread)] if memory else []
         outputs = []
         for at, dtype, fragment in layout:
@@ -185,7 +184,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
                 inputs.append(_scalar(args[at], dtype))
                 continue
             array, first = args[at], int(args[at + 1])
-            array.settle()
+            array.settle(first, fragment.count)
             row = _rows(array, first, fragment.count, thread, fragment.role)
             if fragment.role != "out":
                 inputs.append(row)
@@ -198,8 +197,7 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
             value, results = _plain(results[0]), results[1:]
         for (array, first, count), result in zip(outputs, results, strict=False):
             array.data[first : first + count] = result
-            array.init[first : first + count] = True
-            array.stamp = thread.register_fences
+            array.written(first, first + count)
         return value
 
     return call
@@ -209,6 +207,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
     layout = _layout(declared)
     size = GROUP_SIZE[declared.group]
     fragments = [at for at, _, f in layout if f]
+    counts = {at: f.count for at, _, f in layout if f}
     returns = declared.returns is not None
 
     def execute(op: Op, gang: Gang) -> None:
@@ -237,8 +236,8 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
         op = gang.post(thread, declared, args, key, execute)
         for at in fragments:
             array = args[at]
-            if array.flight is not None:
-                array.settle()
+            if array.flights:
+                array.settle(int(args[at + 1]), counts[at])
             array.op = op
         if returns:
             thread.flush()
@@ -279,7 +278,9 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
         rows = slice(array.row, array.row + gang.size)
         array.store.data[rows, first : first + count] = result
         array.store.init[rows, first : first + count] = True
+        if threads[0].register_fences != 1:
+            array.store.touched[rows, first : first + count] = threads[0].register_fences
         return
     for a, thread, row in zip(op.args, threads, result, strict=True):
         _rows(a[at], int(a[at + 1]), count, thread, "out")[:] = row
-        a[at].init[int(a[at + 1]) : int(a[at + 1]) + count] = True
+        a[at].written(int(a[at + 1]), int(a[at + 1]) + count)

@@ -1,8 +1,8 @@
 """Threads that execute an instruction together: the lanes of a warp, the four warps of a warpgroup.
 
 A lane that reaches a collective instruction posts it and goes on; the last lane to post executes it for all, on arrays
-with one row a lane. Only when a lane wants a register that a posted instruction has yet to write does it wait. So a warp
-costs one switch a dependency, not one an instruction, and each lane still sees exactly what the hardware gives it:
+with one row a lane. Only when a lane wants a register that a posted instruction has yet to write does it wait. So a
+warp costs one switch a dependency, not one an instruction, and each lane still sees exactly what the hardware gives it:
 instructions execute in program order, since an instruction is complete only after all before it are.
 """
 
@@ -75,7 +75,8 @@ class Gang:
         raise thread.fault(
             faults.DivergentCollective,
             f"thread {thread.tid} executes {instruction.name} where thread{'s' if len(others) > 1 else ''} "
-            f"{faults.ranges(others)} of its {instruction.group} execute{'' if len(others) > 1 else 's'} {op.name}; all "
+            f"{faults.ranges(others)} of its {instruction.group} execute{'' if len(others) > 1 else 's'} {op.name}; "
+            f"all "
             f"{self.size} must execute the same",
             (thread.tid, *others),
         )
@@ -88,13 +89,17 @@ class Gang:
 class Exchange:
     """A meeting of the lanes named by a mask, each with a value, each getting one back (shuffles, votes, syncwarp)."""
 
-    __slots__ = ("kind", "members", "results", "values", "waiters")
+    __slots__ = ("first", "kind", "mask", "members", "results", "values", "waiters")
 
-    def __init__(self, kind: str, members: frozenset[int]):
-        self.kind, self.members = kind, members
+    def __init__(self, kind: str, mask: int, members: frozenset[int], first: int):
+        self.kind, self.mask, self.members, self.first = kind, mask, members, first
         self.values: dict[int, Any] = {}
         self.results: Any = None
         self.waiters: list[Thread] = []
+
+    def __str__(self) -> str:
+        absent = [self.first + lane for lane in self.members if lane not in self.values]
+        return f"{self.kind}, to which thread{'s' if len(absent) > 1 else ''} {faults.ranges(absent)} did not come"
 
 
 def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
@@ -115,7 +120,7 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
         if lane in exchange.members and lane not in exchange.values:
             break
     else:
-        exchange = Exchange(kind, block.lanes_of(mask))
+        exchange = Exchange(kind, mask, block.lanes_of(mask), warp * 32)
         missing = [i for i in exchange.members if warp * 32 + i >= block.size]
         if missing:
             raise thread.fault(
@@ -123,11 +128,12 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
                 f"the mask {mask:#010x} names lanes {faults.ranges(missing)}, which do not exist",
             )
         waiting.append(exchange)
-    if exchange.kind != kind or exchange.members != block.lanes_of(mask):
+    if exchange.kind != kind or exchange.mask != mask:
         others = [warp * 32 + i for i in exchange.values]
         raise thread.fault(
             faults.DivergentCollective,
-            f"thread {thread.tid} executes {kind} (mask {mask:#010x}) where threads {faults.ranges(others)} of its warp "
+            f"thread {thread.tid} executes {kind} (mask {mask:#010x}) where threads {faults.ranges(others)} of its "
+            f"warp "
             f"execute {exchange.kind} for lanes {faults.ranges(exchange.members)}",
             (thread.tid, *others),
         )
@@ -139,7 +145,7 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
             block.release(exchange.waiters)
     else:
         exchange.waiters.append(thread)
-        thread.wait(kind)
+        thread.wait(exchange)
     return exchange.results[lane] if exchange.results is not None else None
 
 

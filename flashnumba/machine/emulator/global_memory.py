@@ -68,11 +68,11 @@ class GlobalMemory:
         near = min(self.regions, key=lambda r: max(r.lo - address, address - r.hi), default=None)
         how = ""
         if near is not None:
-            how = (
-                f"; the nearest array is {near.name}, {near.lo - address} bytes ahead"
-                if address < near.lo
-                else f"; the nearest array is {near.name} of {near.hi - near.lo} bytes, {address - near.lo} bytes after its start"
-            )
+            if address < near.lo:
+                how = f"; the nearest array is {near.name}, {near.lo - address} bytes ahead"
+            else:
+                size = near.hi - near.lo
+                how = f"; the nearest array is {near.name} of {size} bytes, {address - near.lo} bytes after its start"
         raise thread.fault(
             faults.OutOfBounds,
             f"a {nbytes}-byte {'store' if store else 'load'} at global address {address:#x} hits no array{how}",

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 
 from flashnumba.machine import numba as room
 from flashnumba.machine.emulator import faults
@@ -22,7 +22,7 @@ from flashnumba.machine.emulator.execution import bind
 from flashnumba.machine.emulator.global_memory import GlobalMemory
 from flashnumba.machine.emulator.names import BUILTINS, CASTS, CUDA, MATH
 from flashnumba.machine.emulator.tensor_core import settings
-from flashnumba.machine.emulator.thread import Dim3
+from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange
 from flashnumba.machine.instruction import Instruction, runs_on
 
@@ -79,6 +79,8 @@ def launch(
         Fault: the kernel did what it must not; the kind of fault names it.
         ValueError: sizes that no launch may have.
     """
+    if isinstance(getcurrent(), Thread):
+        raise TypeError("a kernel cannot launch a kernel: launch() was called by an emulated thread")
     with settings.using(arch=arch):
         return Launch(kernel, grid, block, args, shared, arch, checks, seed).run()
 
@@ -117,6 +119,7 @@ class Launch:
         self.ready: deque[Any] = deque()
         self.fresh: deque[Any] = deque()
         self.hub: Any = None
+        self.progress = 0  # counts what may let a polling thread go on
 
     def _check_limits(self) -> None:
         threads = math.prod(self.block)
@@ -134,7 +137,8 @@ class Launch:
             raise faults.LaunchLimit(f"a grid of {self.grid} blocks; at most 2^31 - 1, 65535 and 65535")
         if not 0 <= self.shared <= self.shared_limit:
             raise faults.LaunchLimit(
-                f"{self.shared} bytes of dynamic shared memory; a block of sm_{self.arch} has at most {self.shared_limit}"
+                f"{self.shared} bytes of dynamic shared memory; a block of sm_{self.arch} has at most "
+                f"{self.shared_limit}"
             )
 
     def _place(self, args: Sequence[Any]) -> tuple[Any, ...]:
@@ -176,11 +180,14 @@ class Launch:
     def run(self) -> Report:
         self.hub = getcurrent()
         order = [(x, y, z) for z, y, x in product(*(range(n) for n in reversed(self.grid)))]
+        if self.shuffle is not None:
+            self.shuffle(order)
         if self.kernel.concurrent:
             self._run([Block(self, index) for index in order])
         else:
             for index in order:
                 self._run([Block(self, index)])
+        self.hub = None
         return Report(self.memory.loaded, self.memory.stored, len(order), len(order) * math.prod(self.block))
 
     def _run(self, blocks: list[Block]) -> None:
@@ -199,10 +206,18 @@ class Launch:
         finally:
             ready.clear()
             fresh.clear()
+            for thread in threads:
+                # A greenlet left suspended would keep its frames, and they the block: the collector does not see
+                # into them.
+                if not thread.dead:
+                    thread.throw(GreenletExit)
+            for block in blocks:
+                block.__dict__.clear()
 
 
 def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:
-    """The kernel's function with each name meaning what it means on the emulator; made once a kernel and architecture."""
+    """The kernel's function with each name meaning what it means on the emulator; made once a kernel and
+    architecture."""
     key = ("emulator", arch)
     if key not in kernel.cache:
         memo: dict[int, Any] = {}
@@ -215,12 +230,15 @@ def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:
             if isinstance(value, room.types.Type):
                 return CASTS.get(value, value)
             if isinstance(value, (Instruction, DeviceFunction)):
-                if id(value) not in memo:
+                key = id(value)
+                if key not in memo:
                     if isinstance(value, Instruction):
-                        memo[id(value)] = bind(value, arch)
+                        memo[key] = bind(value, arch)
                     else:
-                        memo[id(value)] = exchange(value.function, substitute, BUILTINS)
-                return memo[id(value)]
+                        # A function that calls itself finds this while its own copy is being made.
+                        memo[key] = lambda *args: memo[key](*args)
+                        memo[key] = exchange(value.function, substitute, BUILTINS)
+                return memo[key]
             return value
 
         kernel.cache[key] = exchange(kernel.function, substitute, BUILTINS)

@@ -43,19 +43,20 @@ class _Queue:
     """A warpgroup's wgmma: what is open, what is committed, how many groups are done."""
 
     def __init__(self, block: Block, number: int):
-        self.slot, self.agents = block.first_group + number, block.flight + 1
+        self.slot, self.block = block.first_group + number, block
         self.open: list[Any] = []
         self.groups: deque[list[Any]] = deque()
         self.committed = self.done = 0
         self.clocks: dict[int, Clock] = {}
+        self.issued: dict[int, np.ndarray] = {}  # epoch of a group -> times of the 128 threads at its first wgmma
 
-    def clock(self) -> Clock:
-        """Known to a thread that has waited: the reads of all groups done so far."""
-        if self.done not in self.clocks:
-            vector = np.zeros(self.agents, np.int64)
-            vector[self.slot] = self.done
-            self.clocks[self.done] = Clock(vector)
-        return self.clocks[self.done]
+    def clock(self, groups: int) -> Clock:
+        """Known to a thread that has waited for so many groups: their reads are over."""
+        if groups not in self.clocks:
+            vector = self.block.nothing()
+            vector[self.slot] = groups
+            self.clocks = {groups: Clock(vector), **dict(list(self.clocks.items())[:3])}
+        return self.clocks[groups]
 
 
 def _queue(block: Block, gang: Gang) -> _Queue:
@@ -133,10 +134,6 @@ def _check_operand(threads: list[Thread], descriptor: int, extent: int, mn_major
     """The operand is there, ordered and fenced, for every thread that issues the wgmma."""
     block = threads[0].block
     _, runs = _chunks(descriptor, extent, mn_major)
-    if not block.shared.checks:
-        for lo, hi in runs[-1:]:
-            block.shared._span(lo, hi, threads[0], 16)
-        return
     for thread in {id(t.clock): t for t in threads}.values():
         for lo, hi in runs:
             block.shared.check_read(lo, hi, thread, epoch, proxy=True)
@@ -147,21 +144,22 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
     """A thread reaches a wgmma: ``args`` are acc, acc_at, (a, a_at | a descriptor), b descriptor, accumulate."""
     gang = join(thread, 128)
     fragments = (0, 2) if shape.a_registers else (0,)
-    for at in fragments:
-        array = args[at]
-        if array.stamp >= thread.register_fences:
+    fences, position = thread.register_fences, thread.position()
+    if fences == 1:
+        raise thread.fault(faults.MissingFence, f"no wgmma_fence() before the first {declared.name}")
+    key = tuple([(args[at].store, int(args[at + 1])) for at in fragments])
+    for (_, first), at in zip(key, fragments, strict=True):
+        array, count = args[at], declared.operands[at // 2].count  # type: ignore[union-attr]
+        if (array.touched[first : first + count] >= fences).any():
             raise thread.fault(
                 faults.MissingFence,
-                f"registers of a wgmma operand were written after the last wgmma_fence(); call it before the first {declared.name}",
+                f"registers {first}..{first + count - 1} of a {declared.name} operand were touched after the last "
+                f"wgmma_fence()",
             )
-    key = tuple([(args[at].store, int(args[at + 1])) for at in fragments])
+        thread.flying[id(array), first] = array.start_flight(first, first + count, thread.wgmma_commits + 1, position)
     op = gang.post(thread, declared, args, key, lambda op, gang: _start(op, gang, declared, shape))
     for at in fragments:
         args[at].op = op
-    acc = args[0]
-    if acc.flight is None:
-        thread.flying.append(acc)
-    acc.flight = (thread.wgmma_commits + 1, thread.position())
 
 
 def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
@@ -170,7 +168,9 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
     threads = block.threads[gang.first : gang.first + 128]
     queue = _queue(block, gang)
     epoch = queue.slot << SHIFT | (queue.committed + 1)
+    queue.issued.setdefault(epoch, np.array([t.time for t in threads]))
     accumulate = bool(first[-1])
+    _check_uniform(op, threads, declared, 1 if shape.a_registers else 2)
     acc, a_fragment = declared.operands[0], declared.operands[1]
     if shape.a_registers:
         a_values = _a_from_registers(gathered(op, gang, 2, a_fragment, threads), shape.dtype).copy()  # type: ignore[arg-type]
@@ -200,12 +200,28 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
     queue.open.append(compute)
 
 
+def _check_uniform(op: Op, threads: list[Thread], declared: Instruction, scalars: int) -> None:
+    """The last ``scalars`` + 1 operands, descriptors and the flag, are the same on all threads."""
+    first = tuple(map(int, op.args[0][-1 - scalars :]))
+    for other, thread in zip(op.args, threads, strict=True):
+        if tuple(map(int, other[-1 - scalars :])) != first:
+            raise thread.fault(
+                faults.DivergentCollective,
+                f"threads {threads[0].tid} and {thread.tid} execute {declared.name} with different descriptors or "
+                f"flags: "
+                f"{first} and {tuple(map(int, other[-1 - scalars :]))}",
+                (threads[0].tid, thread.tid),
+            )
+
+
 def commit(declared: Instruction, thread: Thread) -> None:
     def close(op: Op, gang: Gang) -> None:
         queue = _queue(gang.block, gang)
         queue.groups.append(queue.open)
         queue.open = []
         queue.committed += 1
+        while len(queue.issued) > 16:  # older ones are known to be done
+            del queue.issued[next(iter(queue.issued))]
 
     thread.wgmma_commits += 1
     join(thread, 128).post(thread, declared, (), (), close)
@@ -220,14 +236,9 @@ def wait(thread: Thread, pending: int) -> None:
             compute()
         queue.done += 1
     over = min(queue.done, thread.wgmma_commits - pending)
-    still = []
-    for array in thread.flying:
-        if array.flight[0] <= over:
-            array.flight = None
-            array.stamp = 0
-        else:
-            still.append(array)
-    thread.flying = still
-    fenced = thread.fenced_since_barrier
-    thread.learn(queue.clock())
-    thread.fenced_since_barrier = fenced
+    for key, flight in list(thread.flying.items()):
+        if flight.group <= over:
+            flight.landed = True
+            del thread.flying[key]
+    if over > 0:
+        thread.learn(queue.clock(over))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 import math as host_math
+import re
 import sys
 from typing import Any
 
@@ -17,11 +19,15 @@ from flashnumba.machine.numba import types
 
 __all__ = ["BUILTINS", "CASTS", "CUDA", "MATH", "shuffle", "vote"]
 
+POLLS = (
+    100_000  # atomics in vain by one thread, while nothing else in the launch happens, after which nothing ever will
+)
+
 
 # -- casts ------------------------------------------------------------------------------------------------------------
 def _integer_cast(name: str) -> Any:
-    """A function that cuts integers to a width as a register does, and says which dtype it stands for. Kernels hold integers
-    as Python's, which are 64 bits wide in Numba's arithmetic too."""
+    """A function that cuts integers to a width as a register does, and says which dtype it stands for. Kernels hold
+    integers as Python's, which are 64 bits wide in Numba's arithmetic too."""
     dtype = np.dtype(name)
     mask = (1 << dtype.itemsize * 8) - 1
     half = (mask >> 1) + 1
@@ -149,7 +155,7 @@ class _Shared:
     def array(shape: Any, dtype: Any, alignment: int | None = None) -> SharedArray:
         thread: Any = getcurrent()
         frame = sys._getframe(1)
-        key = (frame.f_code, frame.f_lasti)
+        key = (frame.f_code, frame.f_lasti, id(frame.f_globals))  # copies of one function differ in their globals
         block = thread.block
         array = block.static.get(key)
         if array is None:
@@ -168,14 +174,23 @@ def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None
     align = alignment or dtype.itemsize
     at = (block.static_end + align - 1) // align * align
     nbytes = int(np.prod(shape)) * dtype.itemsize
-    block.static_end = at + nbytes
-    if block.static_end > block.shared.size or block.static_end - block.dynamic_bytes > 48 * 1024 + 16:
+    block.static_end = block.shared.end = at + nbytes
+    static = block.static_end - block.dynamic_address - block.dynamic_bytes
+    if static > 48 * 1024 or static + block.dynamic_bytes > block.shared.size:
         raise thread.fault(
             faults.LaunchLimit,
-            f"{block.static_end - block.dynamic_bytes} bytes of static shared memory (at most {48 * 1024}) and "
-            f"{block.dynamic_bytes} of dynamic; a block has at most {block.shared.size}",
+            f"{static} bytes of static shared memory (at most {48 * 1024}) and {block.dynamic_bytes} of dynamic; "
+            f"a block has at most {block.shared.size}",
         )
-    return SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at)
+    made = SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at, _name_of(sys._getframe(2)))
+    block.shared.arrays.append(made)
+    return made
+
+
+def _name_of(frame: Any) -> str:
+    """The name that the source line of a frame gives to what it makes."""
+    found = re.match(r"\s*(\w+) *=", linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+    return found[1] if found else "a shared array"
 
 
 class _Local:
@@ -185,11 +200,10 @@ class _Local:
     def array(shape: Any, dtype: Any, alignment: int | None = None) -> LocalArray:
         thread: Any = getcurrent()
         frame = sys._getframe(1)
-        key = (frame.f_code, frame.f_lasti)
+        key = (frame.f_code, frame.f_lasti, id(frame.f_globals))
         array = thread.locals.get(key)
         if array is not None:
-            array.settle()
-            array.init[...] = False
+            array.as_new()
             return array
         size = tuple(shape) if isinstance(shape, (tuple, list)) else (int(shape),)
         first = thread.tid // 128 * 128
@@ -213,6 +227,8 @@ def _atomic(name: str, new: Any) -> Any:
         thread: Any = getcurrent()
         at = array.offset(index) + array.address
         if isinstance(array, SharedArray):
+            if thread.op is not None:
+                thread.flush()
             if array.memory.checks:
                 array.memory.check_atomic(at, at + array.itemsize, thread)
         else:
@@ -223,6 +239,10 @@ def _atomic(name: str, new: Any) -> Any:
         old = array.data.item(index) if array.integer else array.data[index]
         value = new(old, *args)
         array.data[index] = wrapped(value, array.data.dtype) if array.integer else value
+        if array.data[index] == old:  # perhaps it waits for somebody else to change it
+            thread.poll(f"a change of {array.name} by an atomic of another thread", POLLS)
+        else:
+            thread.launch.progress += 1
         return old
 
     call.__name__ = name
@@ -268,7 +288,7 @@ class _Cuda:
     def syncthreads() -> None:
         thread: Any = getcurrent()
         frame = sys._getframe(1)
-        thread.block.syncthreads(thread, (frame.f_code, frame.f_lasti))
+        thread.block.syncthreads(thread, (frame.f_code, frame.f_lasti, id(frame.f_globals), frame.f_back.f_lasti))
 
     @staticmethod
     def syncwarp(mask: int = 0xFFFFFFFF) -> None:
@@ -291,7 +311,9 @@ class _Cuda:
 
     @staticmethod
     def threadfence() -> None:
-        """Blocks run on one memory here: a fence has nothing to do."""
+        """With atomics it orders accesses to shared memory; global memory is one for all blocks here."""
+        thread: Any = getcurrent()
+        thread.fence_memory()
 
     threadfence_block = threadfence_system = threadfence
 

@@ -21,6 +21,7 @@ NVIDIA tensor cores", arXiv 2512.07004.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ __all__ = ["FORMATS", "RULES", "Rule", "Settings", "dot", "fused_dot", "rule_for
 
 
 @dataclass
-class Settings:
-    """How tensor-core instructions are emulated.
+class Settings(threading.local):
+    """How tensor-core instructions are emulated; each Python thread has its own.
 
     Attributes:
         exact: the hardware's result to the bit; False computes a plain float32 product, several times faster.

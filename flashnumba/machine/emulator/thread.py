@@ -37,7 +37,6 @@ class Thread(greenlet):
         tid, lane, warp: linear index in the block, index in the warp, index of the warp.
         clock, time, epoch: what it knows of others; its own time; both of its own packed (``tid << 32 | time``).
         waiting: what it waits for while parked, with details for a report.
-        fenced: its own time at its last proxy fence; ``fenced_since_barrier`` is cleared by every barrier.
     """
 
     def __init__(self, block: Block, tid: int, index: Dim3, clock: Clock):
@@ -47,7 +46,6 @@ class Thread(greenlet):
         self.thread_idx = index
         self.clock, self.time, self.epoch = clock, 1, tid << SHIFT | 1
         self.waiting: Any = None
-        self.fenced, self.fenced_since_barrier = 0, False
         self.op: Any = None  # the last collective it posted and has not seen executed
         self.locals: dict[Any, Any] = {}
         self.register_fences = 1  # counts wgmma_fence()
@@ -56,8 +54,10 @@ class Thread(greenlet):
         self.bulk_copies: list[Any] = []  # bulk copies out of shared memory, likewise
         self.bulk_groups: deque[list[Any]] = deque()
         self.wgmma_commits = 0
-        self.flying: list[Any] = []  # local arrays that a wgmma in flight uses
-        self.spins: dict[int, tuple[Any, int]] = {}
+        self.flying: dict[Any, Any] = {}  # registers that a wgmma in flight uses: (array, first) -> see matrix_engine
+        self.polls, self.progress = 0, -1  # polls in vain, and the launch's progress at the first of them
+        self.released: np.ndarray | None = None  # what it had published at its last threadfence()
+        self.acquired: np.ndarray | None = None  # what atomics have shown it, effective from its next threadfence()
 
     # -- time ---------------------------------------------------------------------------------------------------------
     def tick(self) -> None:
@@ -74,7 +74,22 @@ class Thread(greenlet):
     def learn(self, clock: Clock) -> None:
         """An acquire: from now on it knows what ``clock`` knows."""
         self.clock = self.clock.joined(clock)
-        self.fenced_since_barrier = False
+
+    def fence_proxy(self) -> None:
+        """All that it did or knows of so far is fenced from the ordinary to the asynchronous proxy."""
+        vector = self.published()
+        vector[self.block.fences :] = vector[: self.block.size]
+        self.clock = Clock(vector)
+        self.tick()
+
+    def fence_memory(self) -> None:
+        """``threadfence``: later atomics publish what came before it, and what earlier atomics showed is now
+        ordered."""
+        if self.acquired is not None:
+            self.learn(Clock(self.acquired))
+            self.acquired = None
+        self.released = self.published()
+        self.tick()
 
     # -- waiting ------------------------------------------------------------------------------------------------------
     def wait(self, what: Any) -> None:
@@ -99,6 +114,20 @@ class Thread(greenlet):
         else:
             return False
         return True
+
+    def poll(self, what: Any, patience: int) -> None:
+        """A poll in vain: let the others go on. Raises Deadlock after ``patience`` polls during which nothing
+        happened."""
+        launch = self.launch
+        if self.progress != launch.progress:
+            self.progress, self.polls = launch.progress, 0
+        self.polls += 1
+        if self.polls > patience:
+            self.waiting = what
+            raise self.block.stuck()
+        self.waiting = what
+        self.give_way()
+        self.waiting = None
 
     def flush(self) -> None:
         """Wait until every collective this thread has posted is executed."""
@@ -131,8 +160,10 @@ class Thread(greenlet):
 
     def fault(self, kind: type[faults.Fault], message: str, threads: tuple[int, ...] | None = None) -> faults.Fault:
         """Make (not raise) a fault at this place."""
-        where = faults.stack(sys._getframe(1)) if self.gr_frame is None else faults.stack(self.gr_frame)
-        return kind(message, self.block.index, threads if threads is not None else (self.tid,), where)
+        # The frames of the greenlet that runs: it executes a collective instruction for the others.
+        return kind(
+            message, self.block.index, threads if threads is not None else (self.tid,), faults.stack(sys._getframe(1))
+        )
 
 
 _MACHINE_CODE: dict[Any, bool] = {}

@@ -15,7 +15,7 @@ _BARRIER = (Scalar("barrier", "i32"), Scalar("count", "i32"))
 
 @instruction("bar_sync", "bar.sync %barrier, %count;", _BARRIER, group="warp", effect="control")
 def bar_sync(thread: Any, barrier: int, count: int) -> None:
-    """Wait at named barrier 0..15 until ``count`` threads (a multiple of 32) have come, by ``bar_sync`` or ``bar_arrive``.
+    """Wait at named barrier 0..15 until ``count`` threads (a multiple of 32) have come, by this or by ``bar_arrive``.
 
     What those threads did before is ordered before what the waiting ones do after. Barrier 0 is ``syncthreads``.
     """
@@ -32,11 +32,11 @@ def bar_arrive(thread: Any, barrier: int, count: int) -> None:
 def fence_proxy_async(thread: Any) -> None:
     """Make this thread's ordinary shared-memory stores visible to the asynchronous proxy (wgmma, bulk copies).
 
-    Each writing thread executes it after its stores and before the barrier that the asynchronous work follows.
+    Each writing thread executes it after its stores and before the barrier that the asynchronous work follows; or
+    the thread that starts the asynchronous work executes it after the barrier.
     """
     thread.flush()
-    thread.fenced, thread.fenced_since_barrier = thread.time, True
-    thread.tick()
+    thread.fence_proxy()
 
 
 @instruction("fence_mbarrier_init", "fence.mbarrier_init.release.cluster;", arch="90", effect="control")

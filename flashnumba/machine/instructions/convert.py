@@ -310,11 +310,15 @@ def bits_to_f32(x: np.ndarray) -> np.ndarray:
 
 
 def _max_pair(form: str) -> Instruction:
+    infinity = {"f16": 0x7C00, "bf16": 0x7F80}[form]
+
     def emulate(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        codes = [np.stack([w & np.uint32(0xFFFF), w >> np.uint32(16)], -1).astype(np.uint16) for w in map(np.asarray, (x, y))]
-        with np.errstate(invalid="ignore"):
-            larger = encode(np.fmax(*(decode(c[..., None], form)[..., 0] for c in codes)), form)
-        return _joined(larger[..., 0], larger[..., 1], 16)
+        codes = np.stack([np.asarray(x), np.asarray(y)])
+        codes = np.stack([codes & np.uint32(0xFFFF), codes >> np.uint32(16)], -1).astype(np.int32)  # [2, ..., halves]
+        nan = codes & 0x7FFF > infinity
+        order = np.where(nan, -1, np.where(codes & 0x8000, codes ^ 0xFFFF, codes | 0x8000))  # -0 before +0
+        larger = np.where(nan.all(0), 0x7FFF, np.where(order[0] > order[1], codes[0], codes[1]))
+        return _joined(larger[..., 0].astype(np.uint16), larger[..., 1].astype(np.uint16), 16)
 
     emulate.__module__ = __name__
     return instruction(
@@ -323,7 +327,8 @@ def _max_pair(form: str) -> Instruction:
         (Scalar("x", "u32"), Scalar("y", "u32")),
         returns="u32",
         arch="80",
-        doc=f"The greater of two {form} in either half; a NaN loses to a number.",
+        quick=plain.greater_pair(infinity),
+        doc=f"The greater of two {form} in either half; a NaN loses to a number, and -0 to +0.",
     )(emulate)
 
 

@@ -1,7 +1,7 @@
 """cp.async: each thread starts copies of 4, 8 or 16 bytes from global to shared memory and goes on.
 
-Copies are committed in groups, and a group is waited for by its own thread; other threads see the data after a barrier on
-top. ``_zfill`` forms read only ``valid`` bytes (0 to the size) and fill with zeros: tails without a branch.
+Copies are committed in groups, and a group is waited for by its own thread; other threads see the data after a
+barrier on top. ``_zfill`` forms read only ``valid`` bytes (0 to the size) and fill with zeros: tails without a branch.
 """
 
 from __future__ import annotations

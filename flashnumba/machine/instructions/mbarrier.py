@@ -1,10 +1,11 @@
 """mbarriers: barriers that live in shared memory and count arrivals of threads and bytes of copies.
 
 A phase is over when the expected arrivals and all expected bytes have come; then the next begins. Who waits names the
-parity of the phase: 0 for the first, 1 for the second, in turn. A wait for the parity of a phase that is over passes, so a
-producer's first wait for an empty slot uses parity 1.
+parity of the phase: 0 for the first, 1 for the second, in turn. A wait for the parity of a phase that is over passes,
+so a producer's first wait for an empty slot uses parity 1.
 
-An address is a 32-bit shared address, a multiple of 8. One thread initialises, fences, and a block barrier lets the others in.
+An address is a 32-bit shared address, a multiple of 8. One thread initialises and fences, and a block barrier lets the
+others in.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ __all__ = [
     "ld_acquire_gpu_b64",
     "ld_relaxed_gpu_b64",
     "red_add_release_gpu_u32",
+    "st_relaxed_gpu_b64",
     "st_release_gpu_b32",
     "st_release_gpu_b64",
-    "st_relaxed_gpu_b64",
 ]
 
 PATIENCE = 100_000

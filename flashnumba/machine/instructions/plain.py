@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["bits_of", "ex2", "float_of", "half_of", "pack_bf16", "pack_f16", "reciprocal", "widened_bf16"]
+__all__ = [
+    "bits_of",
+    "ex2",
+    "float_of",
+    "greater_pair",
+    "half_of",
+    "pack_bf16",
+    "pack_f16",
+    "reciprocal",
+    "widened_bf16",
+]
 
 _FLOAT, _WORD, _HALVES = Struct("<f"), Struct("<I"), Struct("<ee")
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**126
@@ -72,6 +82,26 @@ def _halves() -> list[Any]:
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     values[np.isnan(values)] = np.uint32(0x7FFFFFFF).view(np.float32)
     return list(values)
+
+
+def greater_pair(infinity: int) -> Callable[[Slow], Slow]:
+    """For a 16-bit format: ordered as its bits are, once those of negative numbers are turned round."""
+
+    def greater(x: int, y: int) -> int:
+        if x & 0x7FFF > infinity:
+            return 0x7FFF if y & 0x7FFF > infinity else y
+        if y & 0x7FFF > infinity:
+            return x
+        return x if (x ^ 0xFFFF if x & 0x8000 else x | 0x8000) > (y ^ 0xFFFF if y & 0x8000 else y | 0x8000) else y
+
+    def make(slow: Slow) -> Slow:
+        def quick(x: Any, y: Any) -> int:
+            x, y = int(x), int(y)
+            return greater(x & 0xFFFF, y & 0xFFFF) | greater(x >> 16, y >> 16) << 16
+
+        return quick
+
+    return make
 
 
 def half_of(shift: int) -> Callable[[Any], Any]:

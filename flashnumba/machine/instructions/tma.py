@@ -1,13 +1,13 @@
 """Bulk copies: one thread hands a whole run of bytes, or a box of a tensor, to the copy engine.
 
-Loads report their bytes to an mbarrier. Stores are committed in groups and waited for, like ``cp.async``. A tensor map, made on the
-host, holds the tensor's address, shape, strides, the box and the swizzle; a kernel gets its address as a uint64. Coordinates
-name the box's first element, innermost axis first; what lies outside the tensor is read as zero and not written. The innermost
-coordinate is a multiple of 16 bytes, and a store's coordinates are not negative: an H200 stops with an illegal instruction
-otherwise.
+Loads report their bytes to an mbarrier. Stores are committed in groups and waited for, like ``cp.async``. A tensor map,
+made on the host, holds the tensor's address, shape, strides, the box and the swizzle; a kernel gets its address as a
+uint64. Coordinates name the box's first element, innermost axis first; what lies outside the tensor is read as zero and
+not written. The innermost coordinate is a multiple of 16 bytes, and a store's coordinates are not negative: an H200
+stops with an illegal instruction otherwise.
 
-With a swizzle of S bytes (32, 64, 128) the innermost axis of a box is at most S bytes wide, and the 16-byte chunk meant for
-address ``a`` lies at ``a ^ ((a >> 7 & m) << 4)``, m = 1, 3, 7: eight rows at one column fall into different banks.
+With a swizzle of S bytes (32, 64, 128) the innermost axis of a box is at most S bytes wide, and the 16-byte chunk meant
+for address ``a`` lies at ``a ^ ((a >> 7 & m) << 4)``, m = 1, 3, 7: eight rows at one column fall into different banks.
 Base addresses that are multiples of 1024 make this ``chunk ^ (row % 8)`` for 128 bytes.
 """
 
@@ -20,8 +20,8 @@ from flashnumba.machine.emulator import copies
 from flashnumba.machine.instruction import Instruction, Scalar, instruction
 
 __all__ = [
-    "bulk_commit", "bulk_load", "bulk_store", "bulk_wait", "bulk_wait_read", "tma_load_1d", "tma_load_2d", "tma_load_3d",
-    "tma_load_4d", "tma_prefetch", "tma_store_1d", "tma_store_2d", "tma_store_3d", "tma_store_4d",
+    "bulk_commit", "bulk_load", "bulk_store", "bulk_wait", "bulk_wait_read", "tma_load_1d", "tma_load_2d",
+    "tma_load_3d", "tma_load_4d", "tma_prefetch", "tma_store_1d", "tma_store_2d", "tma_store_3d", "tma_store_4d",
 ]  # fmt: skip
 
 
@@ -58,7 +58,8 @@ def _load(rank: int) -> Instruction:
         (Scalar("dst", "u32"), Scalar("map", "u64"), Scalar("bar", "u32"), *(Scalar(a, "i32") for a in axes)),
         arch="90",
         effect="control",
-        doc=f"Copy a box of a rank-{rank} tensor map to shared ``dst`` (a multiple of 128); the mbarrier ``bar`` counts all its bytes.",
+        doc=f"Copy a box of a rank-{rank} tensor map to shared ``dst`` (a multiple of 128); the mbarrier ``bar`` counts all "
+        "its bytes.",
     )
 
     def emulate(thread: Any, dst: int, tensor: Any, bar: int, *at: int) -> None:
@@ -72,7 +73,8 @@ def _store(rank: int) -> Instruction:
     axes = [f"c{i}" for i in range(rank)]
     declare = instruction(
         f"tma_store_{rank}d",
-        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group [%map, {{{', '.join('%' + a for a in axes)}}}], [%src];",
+        f"cp.async.bulk.tensor.{rank}d.global.shared::cta.bulk_group "
+        f"[%map, {{{', '.join('%' + a for a in axes)}}}], [%src];",
         (Scalar("map", "u64"), Scalar("src", "u32"), *(Scalar(a, "i32") for a in axes)),
         arch="90",
         effect="control",

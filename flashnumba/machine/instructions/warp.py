@@ -36,8 +36,8 @@ def _shuffle(name: str, ptx_mode: str, how: str, clamp: int, doc: str) -> Instru
 
 shfl_xor = _shuffle(
     "shfl_xor", "bfly", "xor", 31,
-    """The value of lane ``lane ^ lanes`` (float32, int32 or uint32): the butterfly of a reduction. With 1 and then 2, the four lanes
-that share a row of an accumulator all hold its maximum or sum.""",
+    """The value of lane ``lane ^ lanes`` (float32, int32 or uint32): the butterfly of a reduction. With 1 and then 2,
+the four lanes that share a row of an accumulator all hold its maximum or sum.""",
 )  # fmt: skip
 shfl_up = _shuffle("shfl_up", "up", "up", 0, "The value of lane ``lane - lanes``; the first lanes keep their own.")
 shfl_down = _shuffle(

@@ -5,12 +5,14 @@
     D[64, n] (+)= A[64, k] B[k, n]          k elements make 32 bytes: 16 of f16 or bf16, 32 of e4m3 or e5m2
 
     accumulators: warp w of the warpgroup holds rows 16 w .. 16 w + 15; of eight columns 8 j .. 8 j + 7, lane (g, q) =
-    (lane / 4, lane % 4) holds   acc[4j], acc[4j+1] = D[g][2q], D[g][2q+1]      acc[4j+2], acc[4j+3] = the same of row g + 8
-    A in registers: the m16k16 (or m16k32) operand layout of mma.sync, per warp; an f16 accumulator, packed in pairs, is one
+    (lane / 4, lane % 4) holds   acc[4j], acc[4j+1] = D[g][2q], D[g][2q+1]      acc[4j+2], acc[4j+3]: those of row g + 8
+    A in registers: the m16k16 (or m16k32) operand layout of mma.sync, per warp; an f16 accumulator, packed in pairs, is
+    one
 
 An operand in shared memory is named by a 64-bit descriptor (:func:`flashnumba.tiles.descriptor`), K-major (each row's k
-contiguous) or, for 16-bit types, MN-major. The work is asynchronous: ``wgmma_fence()`` before the first that uses registers
-touched since, ``wgmma_commit()`` to close a group, ``wgmma_wait(n)`` before touching accumulators or overwriting operands.
+contiguous) or, for 16-bit types, MN-major. The work is asynchronous: ``wgmma_fence()`` before the first that uses
+registers touched since, ``wgmma_commit()`` to close a group, ``wgmma_wait(n)`` before touching accumulators or
+overwriting operands.
 """
 
 from __future__ import annotations
@@ -99,8 +101,8 @@ def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_m
 
 @instruction("wgmma_fence", "wgmma.fence.sync.aligned;", arch="90a", group="warpgroup", effect="control")
 def wgmma_fence(thread: Any) -> None:
-    """Order this warp's register accesses before the wgmma that follow: needed before the first one, and after every change of
-    an accumulator or of A's registers."""
+    """Order this warp's register accesses before the wgmma that follow: needed before the first one, and after every
+    change of an accumulator or of A's registers."""
     thread.register_fences += 1
 
 
@@ -121,8 +123,8 @@ def wgmma_wait(pending: int) -> Instruction:
         arch="90a",
         group="warpgroup",
         effect="control",
-        doc=f"Wait until at most {pending} of the newest wgmma groups are in flight: the others' accumulators may be read, "
-        "their shared-memory operands overwritten.",
+        doc=f"Wait until at most {pending} of the newest wgmma groups are in flight: the others' accumulators may be "
+        "read, their shared-memory operands overwritten.",
     )
 
     def emulate(thread: Any) -> None:

@@ -52,13 +52,13 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
     )
 
 
-def kernel(name: str, traffic: Passes, summary: str) -> Rung:
+def kernel(name: str, traffic: Passes, summary: str, arch: str = "75") -> Rung:
     def run(case: Case, machine: str) -> np.ndarray:
         from flashnumba.stages.online_softmax import simt
 
         return simt.softmax(case.inputs["x"], kernel=name, machine=machine)
 
-    return Rung(name, "simt", run, traffic, summary=summary)
+    return Rung(name, "simt", run, traffic, arch=arch, summary=summary)
 
 
 def draw(results: Sequence[Result]) -> Figure:
@@ -120,9 +120,10 @@ STAGE = Stage(
             "tree", "reference", lambda case, machine: reference.online(case.inputs["x"], PARTS), Passes(2, 1),
             summary=f"{PARTS} parts, each scanned alone, merged as a tree",
         ),
-        kernel("one_pass", Passes(1, 1), "the row stays on the chip between sum and quotient"),
         kernel("two_pass", Passes(2, 1), "one pass for (m, d), one for the quotient"),
-        kernel("split", Passes(1, 1), "a row over several blocks, each with a part on the chip, merged"),
+        kernel("one_pass", Passes(1, 1), "the row stays in registers between sum and quotient"),
+        kernel("split", Passes(1, 1), "a row over several blocks, merged through global memory"),
+        kernel("split_ahead", Passes(1, 1), "the same, with the copy engine loading chunks ahead", arch="90"),
     ),
     cases=cases,
     draw=draw,

@@ -43,8 +43,8 @@ def make_one_pass(
         recompute: see :func:`flashnumba.tiles.held.held`.
         arch: below 80 bfloat16 is rounded in integers, and maxima are taken one by one.
         broken: plants a fault: ``"barrier"`` leaves it out, ``"buffers"`` uses one set of shared words, ``"rescale"``
-            adds sums in different units, ``"lanes"`` leaves out the last exchange, ``"tail"`` the mask, ``"stride"`` takes
-            the output's row stride.
+            adds sums in different units, ``"lanes"`` leaves out the last exchange, ``"tail"`` the mask, ``"stride"``
+            takes the output's row stride.
 
     Raises:
         ValueError: sizes that do not go together.
@@ -54,7 +54,9 @@ def make_one_pass(
         raise ValueError(f"{threads_per_row} threads a row are a block, which has one row, not {rows_per_block}")
     threads = threads_per_row * rows_per_block
     if threads % 32 or threads > 1024:
-        raise ValueError(f"{rows_per_block} rows of {threads_per_row} threads; a block has whole warps, up to 1024 threads")
+        raise ValueError(
+            f"{rows_per_block} rows of {threads_per_row} threads; a block has whole warps, up to 1024 threads"
+        )
     row = held(
         element, threads_per_row, vectors, nbytes, exact=exact, hint=hint, arch=arch, recompute=recompute,
         masked=broken != "tail", rescaled=broken != "rescale",

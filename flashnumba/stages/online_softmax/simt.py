@@ -2,9 +2,10 @@
 
 What memory moves for each element, and what a row may be::
 
-    two_pass   2R+1W   one block a row of any length
-    one_pass   1R+1W   up to 1024 threads hold a row: 128 KB of it, fewer bytes where loads are narrow
-    split      1R+1W   several blocks hold a row of any length, and merge their (m, d) through global memory
+    two_pass     2R+1W   one block a row of any length
+    one_pass     1R+1W   up to 1024 threads hold a row: 128 KB of it, fewer bytes where loads are narrow
+    split        1R+1W   several blocks hold a row of any length, and merge their (m, d) through global memory
+    split_ahead  1R+1W  the same from sm_90 on, with chunks in shared memory that the copy engine loads ahead
 
 A softmax computes little: about ten instructions an element beside 4 or 8 bytes moved. So its time is that of its
 traffic, 1R+1W is the end of the road, and a device copy is the ceiling.
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.machine import launcher
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.numba import types
+from flashnumba.stages.again import Recipes
 from flashnumba.stages.online_softmax.one_pass import make_one_pass
 from flashnumba.stages.online_softmax.split import make_split
+from flashnumba.stages.online_softmax.split_ahead import make_split_ahead, shared_bytes
 from flashnumba.stages.online_softmax.two_pass import make_two_pass
 from flashnumba.stages.rows import Rows, Shape, prepare_rows, signature
 from flashnumba.tiles.elements import ITEMSIZE
@@ -35,13 +38,13 @@ if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
 __all__ = [
-    "KERNELS", "Plan", "choose", "compile_cases", "make_one_pass", "make_split", "make_two_pass", "plan_one_pass",
-    "plan_split", "plan_two_pass", "run", "softmax",
+    "KERNELS", "Plan", "choose", "compile_cases", "make_one_pass", "make_split", "make_split_ahead",
+    "make_two_pass", "plan_one_pass", "plan_split", "plan_split_ahead", "plan_two_pass", "run", "softmax",
 ]  # fmt: skip
 
-KERNELS = ("two_pass", "one_pass", "split")
+KERNELS = ("two_pass", "one_pass", "split", "split_ahead")
 HELD_WORDS = 32
-"""32-bit words of a row that a thread holds at most: half of the 64 registers that 1024 threads a multiprocessor leave."""
+"""32-bit words of a row that a thread holds at most: half of the 64 registers it has beside 1023 others."""
 FEW_ROWS = 64
 """With no more rows than this a block a row leaves most of a GPU idle."""
 PER_THREAD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -49,17 +52,24 @@ PER_THREAD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel and its launch. ``chunks`` a row, for ``split`` alone: its blocks are as many as fit."""
+    """A kernel and its launch; ``shared`` is dynamic, in bytes. ``chunks`` a row, where a row is split: the blocks
+    launched are then as many as fit."""
 
     kernel: Kernel
     blocks: int
     threads: int
     chunks: int = 0
+    shared: int = 0
 
 
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
+
+
+def tier(shape: Shape) -> str:
+    """What kernels are made for: those for sm_75 do without instructions that came with sm_80."""
+    return "75" if int(shape.arch.rstrip("a")) < 80 else "80"
 
 
 def loads(shape: Shape) -> tuple[int, int]:
@@ -70,9 +80,14 @@ def loads(shape: Shape) -> tuple[int, int]:
 def choose(shape: Shape) -> str:
     """What ``kernel="auto"`` means: one read wherever registers hold the row, those of one block or of several."""
     count, words = loads(shape)
-    if count * words > 1024 * HELD_WORDS or (shape.rows <= FEW_ROWS and count * words >= 8192):
-        return "split"
-    return "one_pass"
+    if count * words > 1024 * HELD_WORDS:
+        return "split_ahead" if can_load_ahead(shape) else "split"
+    return "split" if shape.rows <= FEW_ROWS and count * words >= 8192 else "one_pass"
+
+
+def can_load_ahead(shape: Shape) -> bool:
+    """Whether the copy engine can bring the rows: it is there from sm_90 on, and moves multiples of 16 bytes."""
+    return shape.vector == 16 and int(shape.arch.rstrip("a")) >= 90
 
 
 def plan_two_pass(shape: Shape) -> Plan:
@@ -80,7 +95,7 @@ def plan_two_pass(shape: Shape) -> Plan:
     count, words = loads(shape)
     at_once = max(1, 16 // words)
     threads = min(1024, max(32, power_of_two(-(-count // at_once))))
-    kernel = make_two_pass(shape.element, threads, shape.vector, at_once, arch=shape.arch)
+    kernel = make_two_pass(shape.element, threads, shape.vector, at_once, arch=tier(shape))
     return Plan(kernel, shape.rows, threads)
 
 
@@ -99,45 +114,67 @@ def plan_one_pass(shape: Shape) -> Plan:
     # Narrow loads may stand at any distance, so that each needs an address of its own: fewer of them a thread.
     if count * words <= 32 * (HELD_WORDS if words > 1 else HELD_WORDS // 4):
         group = min(32, max(4, power_of_two(count)))
+    elif words > 1:
+        # 16 words a thread up to 512 threads, then 32: measured faster on an H200 than 1024 threads of 16.
+        group = min(512, power_of_two(-(-count * words // 16)))
+        group = group if count * words <= group * HELD_WORDS else 1024
     else:
-        group = min(1024, power_of_two(-(-count * words // (16 if words > 1 else 8))))
+        group = min(1024, power_of_two(-(-count // 8)))
     vectors = next(v for v in PER_THREAD if v * group >= count)
     short = group <= 32
-    at_once = max(1, min(4, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
+    at_once = max(1, min(2, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
     rows = max(32 // group, min(128 // group, power_of_two(shape.rows))) if short else 1
-    full = vectors * words == HELD_WORDS
     kernel = make_one_pass(
         shape.element, group, vectors, rows, shape.vector, rows_at_once=at_once, exact=vectors * group == count,
-        hint="plain" if shape.in_place else "once", min_blocks=1024 // group if full and not short else 0,
-        arch=shape.arch,
+        arch=tier(shape),
     )  # fmt: skip
     return Plan(kernel, -(-shape.rows // (rows * at_once)), group * rows)
 
 
 def plan_split(shape: Shape) -> Plan:
-    """Chunks of 32 words a thread and 256 threads; fewer threads where a row would else be one chunk."""
+    """Chunks of 32 words a thread and 256 threads; fewer, and smaller ones, where a row would else be one chunk."""
     count, words = loads(shape)
     vectors = HELD_WORDS // words
-    threads = next((t for t in (256, 128, 64) if count > t * vectors), 32)
+    threads = next((t for t in (256, 128, 64, 32) if count > t * vectors), 0)
+    if not threads:
+        threads, vectors = 32, max(1, -(-count // 64))
     kernel = make_split(
         shape.element, threads, vectors, shape.vector, exact=count % (threads * vectors) == 0,
-        hint="plain" if shape.in_place else "once", min_blocks=1024 // threads, arch=shape.arch,
+        hint="plain" if shape.in_place else "once", min_blocks=min(32, 1024 // threads), arch=tier(shape),
     )  # fmt: skip
     chunks = -(-count // (threads * vectors))
     return Plan(kernel, shape.rows * chunks, threads, chunks)
 
 
-PLANS = {"two_pass": plan_two_pass, "one_pass": plan_one_pass, "split": plan_split}
+def plan_split_ahead(shape: Shape) -> Plan:
+    """Three chunks of 64 KB in shared memory, a block a multiprocessor; smaller where a row would else be one chunk.
+
+    Raises:
+        ValueError: the copy engine cannot bring these rows.
+    """
+    if not can_load_ahead(shape):
+        raise ValueError(
+            f"split_ahead needs rows that start at multiples of 16 bytes and are multiples of 16 bytes long, and sm_90; "
+            f"here loads are {shape.vector} bytes wide at most and the GPU is sm_{shape.arch}: use split"
+        )
+    count, _ = loads(shape)
+    threads = next((t for t in (512, 256, 128, 64) if count > t * 8), 32)
+    chunks = -(-count // (threads * 8))
+    kernel = make_split_ahead(shape.element, threads)
+    return Plan(kernel, shape.rows * chunks, threads, chunks, shared_bytes(threads, 8, 3))
 
 
-def resident_blocks(rows: Rows, plan: Plan, scratch: Any) -> int:
+PLANS = {"two_pass": plan_two_pass, "one_pass": plan_one_pass, "split": plan_split, "split_ahead": plan_split_ahead}
+
+
+def resident_blocks(rows: Rows, plan: Plan) -> int:
     """Blocks of a split kernel that the machine runs at once; the emulator runs any number, but each costs."""
     if rows.machine == "emulator":
         return max(plan.chunks, 8)
     key = ("resident", rows.device)
     if key not in plan.kernel.cache:
-        args = (rows.x, rows.out, scratch)
-        ready = launcher.prepare(plan.kernel, args, machine="cuda", device=rows.device)
+        args = (rows.x, rows.out, rows.zeros(1))
+        ready = launcher.prepare(plan.kernel, args, shared=plan.shared, machine="cuda", device=rows.device)
         plan.kernel.cache[key] = ready.resident_blocks(plan.threads)
     return plan.kernel.cache[key]
 
@@ -147,20 +184,22 @@ def run(rows: Rows, plan: Plan) -> bool:
     if not plan.chunks:
         rows.launch(plan.kernel, min(plan.blocks, 2**31 - 1), plan.threads)
         return True
-    scratch = rows.zeros(1 + plan.blocks)
-    resident = resident_blocks(rows, plan, scratch)
+    resident = resident_blocks(rows, plan)
     if resident < plan.chunks:
         return False
-    rows.launch(plan.kernel, min(plan.blocks, resident), plan.threads, scratch)
+    rows.launch(plan.kernel, min(plan.blocks, resident), plan.threads, shared=plan.shared, scratch=1 + plan.blocks)
     return True
+
+
+RECIPES = Recipes()
 
 
 def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "auto", stream: Any = None) -> Any:
     """Softmax over the last axis; arguments, result and errors as in the stage softmax, with these kernels.
 
     Args:
-        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or what
-            offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
             each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
@@ -175,6 +214,10 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
         TypeError, ValueError: an argument does not fit, or the kernel asked for cannot take rows this long; before
             anything is launched.
     """
+    key = RECIPES.key(x, out, kernel, machine, stream)
+    known = RECIPES.get(key)
+    if known is not None:
+        return known(x, out)
     rows: Rows = prepare_rows(x, out, kernel, KERNELS, machine, stream)
     if rows.shape.size:
         name = choose(rows.shape) if kernel == "auto" else kernel
@@ -186,24 +229,23 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
                     "blocks at once as split needs: use two_pass"
                 )
             run(rows, plan_two_pass(rows.shape))
+        RECIPES.add(key, rows, x, out)
     return rows.finish()
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Every kernel as it is launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, for the compiler's tables and gates: the wide loads of every element type, and of
+    the narrow ones and of those for sm_75 the kernels that need most registers."""
     from flashnumba.machine.compiler import CompileCase
 
-    for element, itemsize in ITEMSIZE.items():
-        for arch in ("75", "80") if itemsize == 2 else ("80",):
-            for nbytes in (16, itemsize):
-                seen = set()
-                for cols in (128, 1000, 1024, 4096, 32768, 262144):
-                    shape = Shape(element, 1 << 20, cols, nbytes, arch)
-                    for name in ("two_pass", choose(shape)):
-                        plan = PLANS[name](shape)
-                        if plan.kernel in seen:
-                            continue
-                        seen.add(plan.kernel)
-                        more = (types.uint64[::1],) if plan.chunks else ()
-                        title = f"online_softmax.{name} {element} {cols} by {nbytes} bytes, sm_{arch} on"
-                        yield CompileCase(title, plan.kernel, signature(element, *more), plan.threads)
+    wide = [("two_pass", 4096), ("one_pass", 128), ("one_pass", 1000), ("one_pass", 32768), ("split", 262144)]
+    groups = [(element, "80", 16, wide) for element in ITEMSIZE]
+    groups += [(element, "90", 16, [("split_ahead", 262144)]) for element in ITEMSIZE]
+    groups += [("float32", "80", 4, wide[2:]), ("bfloat16", "80", 2, wide[3:])]
+    groups += [("float16", "75", 16, wide[3:]), ("bfloat16", "75", 16, wide[3:])]
+    for element, arch, nbytes, names in groups:
+        for name, cols in names:
+            plan = PLANS[name](Shape(element, 1 << 20, cols, nbytes, arch))
+            title = f"online_softmax.{name} {element} {cols} by {nbytes} bytes, sm_{plan.kernel.arch} on"
+            more = (types.uint64[::1],) if plan.chunks else ()
+            yield CompileCase(title, plan.kernel, signature(element, *more), plan.threads, plan.shared)

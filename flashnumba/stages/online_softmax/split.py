@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
 from flashnumba.machine.instructions import (
     bits_to_f32,
     f32_to_bits,
@@ -18,7 +18,41 @@ from flashnumba.tiles.held import held
 from flashnumba.tiles.online import NOTHING, inverse, rescale
 from flashnumba.tiles.reduce import lanes_max, lanes_sum, make_block_merge
 
-__all__ = ["make_split"]
+__all__ = ["make_merge_row", "make_split"]
+
+
+@cache
+def make_merge_row(*, waits: bool = True, rescales: bool = True) -> DeviceFunction:
+    """``merge_row(address, chunks, state)`` for one warp: the state of a row whose ``chunks`` states, one uint64 each, are
+    published at ``address``; waits for those that are not there yet. False plants a fault."""
+    over_max, over_sum = lanes_max(), lanes_sum()
+
+    @device
+    def wait_for(address):
+        word = ld_relaxed_gpu_b64(address)
+        while waits and word == uint64(0):
+            word = ld_relaxed_gpu_b64(address)
+        return word
+
+    @device
+    def merge_row(address, chunks, state):
+        """Each lane takes the states of chunks lane, lane + 32, ..., then a butterfly merges the lanes."""
+        m = float32(NOTHING)
+        d = float32(0)
+        for chunk in range(cuda.threadIdx.x, chunks, 32):
+            word = wait_for(address + uint64(8 * chunk))
+            m_chunk = bits_to_f32(uint32(word >> uint64(32)))
+            d_chunk = bits_to_f32(uint32(word & uint64(0xFFFFFFFF)))
+            m_both = max(m, m_chunk)
+            if rescales:
+                d = d * rescale(m, m_both) + d_chunk * rescale(m_chunk, m_both)
+            else:
+                d += d_chunk
+            m = m_both
+        state[0] = over_max(m)
+        state[1] = over_sum(d * rescale(m, state[0]) if rescales else d)
+
+    return merge_row
 
 
 @cache
@@ -37,9 +71,10 @@ def make_split(
     words in the same order, and get the same bits.
 
     Who waits must not keep out whom it waits for. Blocks stay until the work is done and all are resident (the launch
-    is cooperative); each draws its next chunk from a counter once its row is complete, so chunks are begun in order, and
-    the first row that is not complete has all its chunks in blocks that work. Drawn any earlier, the next chunk may be
-    one that the block itself is about to wait for. The grid needs as many blocks as a row has chunks.
+    is cooperative), and the grid has at least as many blocks as a row has chunks. Each draws its next chunk from a
+    counter once its row is complete. So chunks are begun in order, and while the first incomplete row lacks a chunk,
+    fewer blocks wait than there are: another comes to draw it. Drawn any earlier, the next chunk may be one that the
+    block itself is about to wait for.
 
     Args:
         element, threads, nbytes, exact, hint, recompute, arch: as ``one_pass``; ``exact`` is about chunks.
@@ -60,34 +95,9 @@ def make_split(
     chunk_vectors = threads * vectors
     block_merge = make_block_merge(threads, rescaled=broken != "rescale")
     over_max, over_sum = lanes_max(), lanes_sum()
-    publishes, waits, rescales = broken != "publish", broken != "wait", broken != "rescale"
+    merge_row = make_merge_row(waits=broken != "wait", rescales=broken != "rescale")
+    publishes = broken != "publish"
     synchronises, swapped, early = broken != "barrier", broken == "stride", broken == "early"
-
-    @device
-    def wait_for(address):
-        """The state of a chunk, once it is there."""
-        word = ld_relaxed_gpu_b64(address)
-        while waits and word == uint64(0):
-            word = ld_relaxed_gpu_b64(address)
-        return word
-
-    @device
-    def merge_row(address, chunks, state):
-        """All states of a row, by one warp: each lane those of chunks lane, lane + 32, ..., then a butterfly."""
-        m = float32(NOTHING)
-        d = float32(0)
-        for chunk in range(cuda.threadIdx.x, chunks, 32):
-            word = wait_for(address + uint64(8 * chunk))
-            m_chunk = bits_to_f32(uint32(word >> uint64(32)))
-            d_chunk = bits_to_f32(uint32(word & uint64(0xFFFFFFFF)))
-            m_both = max(m, m_chunk)
-            if rescales:
-                d = d * rescale(m, m_both) + d_chunk * rescale(m_chunk, m_both)
-            else:
-                d += d_chunk
-            m = m_both
-        state[0] = over_max(m)
-        state[1] = over_sum(d * rescale(m, state[0]) if rescales else d)
 
     @kernel(threads=threads, min_blocks=min_blocks, arch=arch_of(element, arch), concurrent=True)
     def split(x, out, scratch):
@@ -134,9 +144,8 @@ def make_split(
                     row_state[1] = inverse(state[1])
             if synchronises:
                 cuda.syncthreads()  # the row's state is there; maxima and sums may be written again
-            if draws and not early:
-                if thread == 0:
-                    ticket[0] = int64(cuda.atomic.add(scratch, 0, uint64(1)))  # on its way while the block writes
+            if draws and not early and thread == 0:
+                ticket[0] = int64(cuda.atomic.add(scratch, 0, uint64(1)))  # on its way while the block writes
             target = global_address(out) + uint64(row * out.strides[0])
             store(target, out_step, first, count, raw, 0, m, row_state[0], row_state[1])
             if draws:

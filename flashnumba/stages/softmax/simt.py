@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import global_address
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
+from flashnumba.stages.again import Recipes
 from flashnumba.stages.rows import Rows, Shape, prepare_rows
 from flashnumba.tiles.elements import ITEMSIZE, arch_of, scalar, vectors
 from flashnumba.tiles.online import NOTHING, anchor, exponential, inverse
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
 
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["KERNELS", "choose", "compile_cases", "make_block_per_row", "make_vectorized", "make_warp_per_row", "softmax"]
+__all__ = [
+    "KERNELS",
+    "choose",
+    "compile_cases",
+    "make_block_per_row",
+    "make_vectorized",
+    "make_warp_per_row",
+    "softmax",
+]
 
 KERNELS = ("warp_per_row", "block_per_row", "vectorized")
 
@@ -78,8 +87,9 @@ def make_warp_per_row(element: str, warps: int = 4, arch: str = "80", broken: st
 def make_block_per_row(element: str, threads: int = 256, arch: str = "80", broken: str = "") -> Kernel:
     """One block of ``threads`` threads a row.
 
-    Since ``warp_per_row``: the warps of a block share a row and meet in shared memory, at one barrier a reduction. Reads
-    and writes are the same 3 and 1; what is bought is that a long row has many loads in flight instead of one warp's.
+    Since ``warp_per_row``: the warps of a block share a row and meet in shared memory, at one barrier a reduction.
+    Reads and writes are the same 3 and 1; what is bought is that a long row has many loads in flight instead of one
+    warp's.
 
     Args:
         element, arch: as :func:`make_warp_per_row`.
@@ -201,12 +211,15 @@ def make(name: str, shape: Shape) -> tuple[Kernel, int, int]:
     return make_vectorized(shape.element, threads, shape.vector, shape.arch), shape.rows, threads
 
 
+RECIPES = Recipes()
+
+
 def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "auto", stream: Any = None) -> Any:
     """Softmax over the last axis.
 
     Args:
-        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba or what
-            offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
+        x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
             each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
@@ -220,26 +233,30 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     Raises:
         TypeError, ValueError: an argument does not fit; before anything is launched.
     """
+    key = RECIPES.key(x, out, kernel, machine, stream)
+    known = RECIPES.get(key)
+    if known is not None:
+        return known(x, out)
     rows: Rows = prepare_rows(x, out, kernel, KERNELS, machine, stream)
     if rows.shape.size:
         name = choose(rows.shape) if kernel == "auto" else kernel
         made, blocks, threads = make(name, rows.shape)
         rows.launch(made, min(blocks, 2**31 - 1), threads)
+        RECIPES.add(key, rows, x, out)
     return rows.finish()
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Every kernel as it is launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
     from flashnumba.stages.rows import signature
 
-    for element in ITEMSIZE:
-        for arch in ("75", "80") if element == "bfloat16" else ("80",):
-            plain = f"softmax.%s {element}{' in integers' if arch == '75' else ''}"
-            two = signature(element)
-            yield CompileCase(plain % "warp_per_row", make_warp_per_row(element, 4, arch), two, 128)
-            yield CompileCase(plain % "block_per_row", make_block_per_row(element, 256, arch), two, 256)
-            for nbytes in (16, 8, 4, 2):
-                if nbytes >= ITEMSIZE[element]:
-                    name = f"{plain % 'vectorized'} {nbytes} bytes"
-                    yield CompileCase(name, make_vectorized(element, 256, nbytes, arch), two, 256)
+    for element, itemsize in ITEMSIZE.items():
+        two = signature(element)
+        yield CompileCase(f"softmax.warp_per_row {element}", make_warp_per_row(element), two, 128)
+        yield CompileCase(f"softmax.block_per_row {element}", make_block_per_row(element), two, 256)
+        for nbytes in (16, itemsize):
+            made = make_vectorized(element, 256, nbytes)
+            yield CompileCase(f"softmax.vectorized {element} by {nbytes} bytes", made, two, 256)
+    made = make_vectorized("bfloat16", 256, 16, "75")
+    yield CompileCase("softmax.vectorized bfloat16 by 16 bytes, rounded in integers", made, signature("bfloat16"), 256)

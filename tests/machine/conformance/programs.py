@@ -1,7 +1,7 @@
-"""Small kernels around the asynchronous instructions: the same launch on a GPU and on the emulator must give the same bytes.
+"""Small kernels around the asynchronous instructions: a launch on a GPU and one on the emulator give the same bytes.
 
-``cp.async``, bulk and tensor copies dump the shared memory they filled, or the global memory they wrote; each wgmma multiplies two
-pieces of a shared-memory image, so that one output checks descriptor, layout and arithmetic at once.
+``cp.async``, bulk and tensor copies dump the shared memory they filled, or the global memory they wrote; each wgmma
+multiplies two pieces of a shared-memory image, so that one output checks descriptor, layout and arithmetic at once.
 """
 
 from __future__ import annotations
@@ -193,7 +193,12 @@ _add("bulk", _bulk, 32, lambda: [_random_bytes(8192, 3), np.zeros(4096, np.uint8
 
 _LOADS = {1: tma_load_1d, 2: tma_load_2d, 3: tma_load_3d, 4: tma_load_4d}
 _STORES = {1: tma_store_1d, 2: tma_store_2d, 3: tma_store_3d, 4: tma_store_4d}
-_SHAPES = {1: ((100,), (64,)), 2: ((37, 80), (24, 64)), 3: ((3, 21, 80), (2, 16, 64)), 4: ((3, 5, 9, 64), (2, 3, 8, 64))}
+_SHAPES = {
+    1: ((100,), (64,)),
+    2: ((37, 80), (24, 64)),
+    3: ((3, 21, 80), (2, 16, 64)),
+    4: ((3, 5, 9, 64), (2, 3, 8, 64)),
+}
 
 
 @cache

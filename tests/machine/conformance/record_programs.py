@@ -1,6 +1,6 @@
 """Record what a GPU (sm_90a) gives for the programs around asynchronous instructions.
 
-    python -m tests.machine.conformance.record_programs tests/machine/conformance/programs.npz
+python -m tests.machine.conformance.record_programs tests/machine/conformance/programs.npz
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def run(program: Program, machine: str, **options: Any) -> list[np.ndarray]:
     given = program.make()
     arrays = [a.array if isinstance(a, Boxed) else a for a in given]
     placed = [to_device(a) if machine == "cuda" and isinstance(a, np.ndarray) else a for a in arrays]
-    args = [TensorMap(p, a.box, swizzle=a.swizzle) if isinstance(a, Boxed) else p for a, p in zip(given, placed, strict=True)]
+    args = [
+        TensorMap(p, a.box, swizzle=a.swizzle) if isinstance(a, Boxed) else p
+        for a, p in zip(given, placed, strict=True)
+    ]
     launch(program.kernel(), 1, program.threads, tuple(args), shared=program.shared, machine=machine, **options)
     back = [p.copy_to_host() if hasattr(p, "copy_to_host") else p for p in placed]
     return [program.kept(back[-1]), *(b for a, b in zip(given[1:], back[1:], strict=True) if isinstance(a, Boxed))]
@@ -40,8 +43,9 @@ def to_device(array: np.ndarray) -> Any:
 
 
 def record(name: str, folder: Path) -> str:
-    """Run one program in a process of its own, since a fault ends the device for its process; why it failed, or nothing."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(folder / f"{name}.npz"), "--one", name]
+    """Run one program in a process of its own, which a fault would cost the device; returns why it failed, or nothing."""
+    module = "tests.machine.conformance.record_programs"
+    command = [sys.executable, "-m", module, str(folder / f"{name}.npz"), "--one", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
 
@@ -57,7 +61,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(12) as pool:
         folder = Path(place)
-        failed = {n: why for n, why in zip(PROGRAMS, pool.map(lambda n: record(n, folder), PROGRAMS), strict=True) if why}
+        answers = pool.map(lambda n: record(n, folder), PROGRAMS)
+        failed = {n: why for n, why in zip(PROGRAMS, answers, strict=True) if why}
         held: dict[str, np.ndarray] = {}
         for name in PROGRAMS.keys() - failed.keys():
             with np.load(folder / f"{name}.npz") as arrays:

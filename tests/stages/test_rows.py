@@ -1,0 +1,55 @@
+"""Arrays seen as rows: what needs no copy, how wide loads may be, what overlaps."""
+
+import numpy as np
+import pytest
+
+from flashnumba.machine.arrays import describe
+from flashnumba.stages import rows
+
+
+def collapsed(array):
+    return rows._collapsed(describe(array))
+
+
+def test_leading_axes_at_one_distance_are_one_axis():
+    x = np.zeros((2, 3, 5, 8), np.float32)
+    assert collapsed(x) == (32, 4)
+    assert collapsed(x[..., :5]) == (32, 4)
+    assert collapsed(x[:, :, ::-1][:, :, ::-1]) == (32, 4)
+    assert collapsed(x[:, 0]) is None, "5 rows, then a gap"
+    assert collapsed(x[:, :, 0]) == (160, 4)
+    assert collapsed(x[:1, :1, :, 0]) == (0, 32)
+    assert collapsed(x.transpose(0, 2, 1, 3)) is None
+    assert collapsed(x[::-1]) is None
+    assert collapsed(x[0, 0, ::-1]) == (-32, 4)
+    assert collapsed(np.broadcast_to(x[0, 0, 0], (7, 6, 8))) == (0, 4)
+    assert collapsed(x[0, 0, 0]) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "cols", "row", "expected"),
+    [(0, 8, 8, 16), (4, 8, 8, 16), (1, 8, 8, 4), (2, 8, 8, 8), (0, 6, 8, 8), (0, 8, 10, 8), (0, 7, 8, 4), (0, 8, 9, 4)],
+)
+def test_the_widest_load(start, cols, row, expected):
+    buffer = np.zeros(256, np.float32)
+    buffer = buffer[(-buffer.ctypes.data % 64) // 4 :]
+    x = np.lib.stride_tricks.as_strided(buffer[start:], (3, cols), (4 * row, 4))
+    out = np.lib.stride_tricks.as_strided(buffer[128:], (3, cols), (4 * cols, 4))
+    views = [(describe(a), rows._collapsed(describe(a))) for a in (x, out)]
+    assert rows.widest(*views[0], *views[1], 3, cols) == min(expected, rows.widest(*views[1], *views[1], 3, cols))
+    if row != cols:
+        assert rows.widest(*views[0], *views[0], 1, cols) >= expected, "one row has no next one"
+    turned = describe(x.T)
+    assert rows.widest(turned, rows._collapsed(turned), *views[1], cols, 3) == 4
+
+
+def test_overlap():
+    wide = np.zeros((4, 16), np.float32)
+    apart = wide[:, :8], wide[:, 8:]
+    assert not rows._overlap(*map(describe, apart))
+    assert not rows._overlap(*map(describe, apart[::-1]))
+    assert rows._overlap(describe(wide[:, :8]), describe(wide[:, 7:15]))
+    assert rows._overlap(describe(wide[:3]), describe(wide[1:]))
+    assert not rows._overlap(describe(wide[:2]), describe(wide[2:]))
+    assert not rows._overlap(describe(wide[::2]), describe(wide[1::2]))
+    assert rows._overlap(describe(wide[:4, :4]), describe(wide[:4, :4].T))
