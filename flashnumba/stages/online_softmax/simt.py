@@ -45,6 +45,8 @@ __all__ = [
 KERNELS = ("two_pass", "one_pass", "split", "split_ahead")
 HELD_WORDS = 32
 """32-bit words of a row that a thread holds at most: half of the 64 registers it has beside 1023 others."""
+NARROW_WORDS = 16
+"""The same where a load is one word: these may stand at any distance, and each address takes registers too."""
 FEW_ROWS = 64
 """With no more rows than this a block a row leaves most of a GPU idle."""
 PER_THREAD = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)
@@ -77,10 +79,15 @@ def loads(shape: Shape) -> tuple[int, int]:
     return shape.cols * ITEMSIZE[shape.element] // shape.vector, max(1, shape.vector // 4)
 
 
+def held_words(words: int) -> int:
+    """32-bit words of a row that a thread holds at most, in loads of so many words."""
+    return HELD_WORDS if words > 1 else NARROW_WORDS
+
+
 def choose(shape: Shape) -> str:
     """What ``kernel="auto"`` means: one read wherever registers hold the row, those of one block or of several."""
     count, words = loads(shape)
-    if count * words > 1024 * HELD_WORDS:
+    if count * words > 1024 * held_words(words):
         return "split_ahead" if can_load_ahead(shape) else "split"
     return "split" if shape.rows <= FEW_ROWS and count * words >= 8192 else "one_pass"
 
@@ -106,35 +113,36 @@ def plan_one_pass(shape: Shape) -> Plan:
         ValueError: the row is longer than 1024 threads can hold.
     """
     count, words = loads(shape)
-    if count * words > 1024 * HELD_WORDS:
+    if count * words > 1024 * held_words(words):
         raise ValueError(
-            f"one_pass holds rows of up to {1024 * HELD_WORDS // words * shape.vector} bytes where loads are of "
+            f"one_pass holds rows of up to {1024 * held_words(words) // words * shape.vector} bytes where loads are of "
             f"{shape.vector} bytes; these have {shape.cols * ITEMSIZE[shape.element]}: use split or two_pass"
         )
-    # Narrow loads may stand at any distance, so that each needs an address of its own: fewer of them a thread.
-    if count * words <= 32 * (HELD_WORDS if words > 1 else HELD_WORDS // 4):
+    most = held_words(words)
+    if count * words <= 32 * (most if words > 1 else most // 2):
         group = min(32, max(4, power_of_two(count)))
     elif words > 1:
         # 16 words a thread up to 512 threads, then 32: measured faster on an H200 than 1024 threads of 16.
         group = min(512, power_of_two(-(-count * words // 16)))
         group = group if count * words <= group * HELD_WORDS else 1024
     else:
-        group = min(1024, power_of_two(-(-count // 8)))
+        group = min(1024, power_of_two(-(-count * words // (most // 2))))
     vectors = next(v for v in PER_THREAD if v * group >= count)
     short = group <= 32
     at_once = max(1, min(2, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
     rows = max(32 // group, min(128 // group, power_of_two(shape.rows))) if short else 1
+    # Of narrow loads ptxas, left to itself, sometimes spills a word or two for the sake of one more block.
     kernel = make_one_pass(
         shape.element, group, vectors, rows, shape.vector, rows_at_once=at_once, exact=vectors * group == count,
-        arch=tier(shape),
+        min_blocks=int(words == 1 and not short), arch=tier(shape),
     )  # fmt: skip
     return Plan(kernel, -(-shape.rows // (rows * at_once)), group * rows)
 
 
 def plan_split(shape: Shape) -> Plan:
-    """Chunks of 32 words a thread and 256 threads; fewer, and smaller ones, where a row would else be one chunk."""
+    """Chunks of 256 threads that hold all they can; fewer, and smaller ones, where a row would else be one chunk."""
     count, words = loads(shape)
-    vectors = HELD_WORDS // words
+    vectors = held_words(words) // words
     threads = next((t for t in (256, 128, 64, 32) if count > t * vectors), 0)
     if not threads:
         threads, vectors = 32, max(1, -(-count // 64))
@@ -199,8 +207,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
-            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
-            each other are copied first.
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance
+            from each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
         kernel: one of :data:`KERNELS`, or ``"auto"``: see :func:`choose`.
@@ -241,7 +249,8 @@ def compile_cases() -> Iterator[CompileCase]:
     wide = [("two_pass", 4096), ("one_pass", 128), ("one_pass", 1000), ("one_pass", 32768), ("split", 262144)]
     groups = [(element, "80", 16, wide) for element in ITEMSIZE]
     groups += [(element, "90", 16, [("split_ahead", 262144)]) for element in ITEMSIZE]
-    groups += [("float32", "80", 4, wide[2:]), ("bfloat16", "80", 2, wide[3:])]
+    narrow = [("two_pass", 4096), ("one_pass", 1000), ("one_pass", 16384), ("split", 262144)]
+    groups += [("float32", "80", 4, narrow), ("bfloat16", "80", 2, narrow)]
     groups += [("float16", "75", 16, wide[3:]), ("bfloat16", "75", 16, wide[3:])]
     for element, arch, nbytes, names in groups:
         for name, cols in names:

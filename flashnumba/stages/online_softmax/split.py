@@ -122,7 +122,7 @@ def make_split(
             item = ticket[0]
         while item < rows * chunks:
             row = int64(uint32(item) // uint32(chunks))
-            chunk = item - row * chunks
+            chunk = int64(uint32(item) - uint32(row) * uint32(chunks))
             first = chunk * chunk_vectors + thread
             source = global_address(x) + uint64(row * x_row)
             load(raw, 0, source, x_step, first, count)

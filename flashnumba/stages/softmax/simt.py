@@ -101,7 +101,7 @@ def make_block_per_row(element: str, threads: int = 256, arch: str = "80", broke
     block_sum = make_block_sum(threads, broken != "sum")
     step = 2 * threads if broken == "column" else threads
 
-    @kernel(threads=threads, arch=arch_of(element, arch))
+    @kernel(threads=threads, min_blocks=1, arch=arch_of(element, arch))
     def block_per_row(x, out):
         maxima = cuda.shared.array(32, float32)
         sums = cuda.shared.array(32, float32)
@@ -219,8 +219,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
-            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance from
-            each other are copied first.
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance
+            from each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
         kernel: one of :data:`KERNELS`, or ``"auto"``: see :func:`choose`.
