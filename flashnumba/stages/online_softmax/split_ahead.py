@@ -38,7 +38,7 @@ def make_split_ahead(
     """Rows of any length in chunks of ``threads * per_thread`` vectors of 16 bytes, a block a chunk at a time.
 
     Since ``split``: there, a block that waits for its row's other chunks moves no data, and registers hold too few
-    chunks to cover that. Here chunks wait in ``slots`` of shared memory, filled by the copy engine, and a block works on
+    chunks to cover that. Here chunks wait in ``slots`` of shared memory, filled by the copy engine. A block works on
     two of them in turn: it reduces and publishes the next chunk before it waits for the current row. ::
 
         slot      0            1            2
