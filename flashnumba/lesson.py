@@ -1,6 +1,6 @@
 """What the lessons in ``lessons/`` share: show real source, tabulate, time, check an exercise.
 
-Nothing here computes attention. Objects that a lesson shows render as Markdown in a notebook and print as plain text.
+Nothing here computes attention. Objects that a lesson shows render in a notebook and print as plain text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from html import escape
+from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -22,7 +24,7 @@ from flashnumba.machine import gpu
 from flashnumba.machine.function import DeviceFunction, Kernel, named_values
 
 __all__ = [
-    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "results", "show_results",
+    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "show_results",
     "show_source", "speeds", "style", "table", "timed",
 ]  # fmt: skip
 
@@ -103,9 +105,13 @@ class Table:
 
     __repr__ = __str__
 
-    def _repr_markdown_(self) -> str:
-        lines = [self.header, ("---",) * len(self.header), *self.rows]
-        return "\n".join("| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines)
+    def _repr_html_(self) -> str:
+        def line(cells: Sequence[str], tag: str) -> str:
+            style = "text-align: left; padding: 0.15em 0.9em 0.15em 0"
+            return "<tr>" + "".join(f'<{tag} style="{style}">{escape(c)}</{tag}>' for c in cells) + "</tr>"
+
+        body = "".join(line(row, "td") for row in self.rows)
+        return f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
@@ -142,9 +148,12 @@ class Resources:
 
 
 def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
-    """Resources of a kernel, by its name in ``flashnumba resources``; and whether they were measured just now.
+    """Resources of a stage's kernel for packed rows, and whether they were measured just now.
 
     They are measured where the compiler is installed, and read from ``lessons/resources.json`` elsewhere.
+
+    Args:
+        name: stage, kernel, element and columns, e.g. ``"online_softmax.one_pass float16 1024"``.
 
     Raises:
         ValueError: there is no such kernel, or no compiler and no record of it.
@@ -161,15 +170,31 @@ def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
 
 
 def _measured(name: str, arch: str) -> Resources:
-    from flashnumba.ladder import compile_cases
     from flashnumba.machine.compiler import compile_kernel
+    from flashnumba.machine.numba import types
+    from flashnumba.stages.rows import Shape, signature
 
-    case = next((case for case in compile_cases() if case.name == name), None)
-    if case is None:
-        raise ValueError(f"there is no kernel {name!r}; `flashnumba resources` lists them")
-    made = compile_kernel(case.kernel, case.signature, arch)
-    spills = made.spill_stores + made.spill_loads
-    return Resources(arch, case.threads, made.registers, made.shared + case.shared, spills)
+    try:
+        path, element, cols = name.split()
+        stage, kernel = path.split(".")
+        module = import_module(f"flashnumba.stages.{stage}.simt")
+        known = kernel in module.KERNELS
+    except (ValueError, ImportError):
+        known = False
+    if not known:
+        raise ValueError(f"there is no kernel {name!r}; a name is like 'online_softmax.one_pass float16 1024'")
+    shape = Shape(element, 1 << 20, int(cols), 16, arch)
+    if hasattr(module, "PLANS"):
+        plan = module.PLANS[kernel](shape)
+        made, threads, dynamic = plan.kernel, plan.threads, plan.shared
+    else:
+        made, _, threads = module.make(kernel, shape)
+        dynamic = 0
+    more = [types.uint64[::1]] * (made.function.__code__.co_argcount - 2)
+    compiled = compile_kernel(made, signature(element, *more), arch)
+    return Resources(
+        arch, threads, compiled.registers, compiled.shared + dynamic, compiled.spill_stores + compiled.spill_loads
+    )
 
 
 def _record() -> Path:
@@ -182,34 +207,29 @@ def record_resources(names: Sequence[str], arch: str = "90a") -> None:
     _record().write_text(json.dumps(found, indent=2) + "\n")
 
 
-def results(stage: str) -> dict[str, Any] | None:
-    """What ``flashnumba bench`` wrote about a stage on a GPU, from ``docs/results``; None if it is not there."""
-    path = folder().parent / "docs" / "results" / f"{stage}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
+def show_results(kernels: Sequence[str]) -> Table | None:
+    """What ``flashnumba bench softmax`` measured, from ``docs/results/softmax.json``.
 
+    Where and when is printed. The table has the speed of each kernel and of torch as a share of a device copy's, one
+    read and one write of the tensor counted for all.
 
-def show_results(stage: str) -> None:
-    """Print what was measured and where, then show each table of the result file of a stage."""
-    held = results(stage)
-    if held is None:
-        print(f"docs/results/{stage}.json is not here: `flashnumba bench` writes it, on a GPU")
-        return
-    tables: list[Table] = []
+    Args:
+        kernels: names of kernels; the best of a kernel's variants is shown.
+    """
+    path = folder().parent / "docs" / "results" / "softmax.json"
+    if not path.is_file():
+        print("docs/results/softmax.json is not here; `flashnumba bench softmax` writes it, on a GPU")
+        return None
+    held = json.loads(path.read_text())
+    print(", ".join(f"{key} {value}" for key, value in held["environment"].items()))
 
-    def walk(part: dict[str, Any], before: str) -> None:
-        for key, value in part.items():
-            name = f"{before}{key.replace('_', ' ')}"
-            if isinstance(value, dict):
-                walk(value, f"{name} ")
-            elif isinstance(value, list) and value and isinstance(value[0], dict):
-                heads = list(dict.fromkeys(head for row in value for head in row))
-                words = [head.replace("_", " ") for head in heads]
-                tables.append(table(words, [[row.get(head, "-") for head in heads] for row in value]))
-            else:
-                print(f"{name}: {value}")
+    def best(size: dict[str, Any], name: str) -> str:
+        found = [m["of_copy"] for m in size["measured"] if m["name"].split()[0] == name and m.get("of_copy")]
+        return f"{max(found):.0%}" if found else "-"
 
-    walk(held, "")
-    _display(tables)
+    columns = [*kernels, "torch.softmax"]
+    rows = [(s["element"], s["rows"], s["cols"], *(best(s, name) for name in columns)) for s in held["sizes"]]
+    return table(("element", "rows", "columns", *columns), rows)
 
 
 def speeds(softmax: Callable[..., Any], kernels: Sequence[str], x: np.ndarray) -> Table:
@@ -229,16 +249,6 @@ def speeds(softmax: Callable[..., Any], kernels: Sequence[str], x: np.ndarray) -
         rows.append((name, round(seconds * 1e6), f"{2 * x.nbytes / seconds / copy:.0%}"))
     rows.append((f"copy, {copy / 1e12:.2f} TB/s", round(2 * x.nbytes / copy * 1e6), "100%"))
     return table((f"{x.shape[0]} x {x.shape[1]} {x.dtype.name}", "us", "of copy speed, one read + one write"), rows)
-
-
-def _display(shown: Sequence[Any]) -> None:
-    """Show in a notebook, print elsewhere."""
-    try:
-        from IPython.display import display
-    except ImportError:
-        display = print
-    for one in shown:
-        display(one)
 
 
 # -- exercises --------------------------------------------------------------------------------------------------------

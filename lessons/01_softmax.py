@@ -367,7 +367,7 @@ lesson.table(
 # What was measured on an H200:
 
 # %%
-lesson.show_results("softmax")
+lesson.show_results(simt.KERNELS)
 
 # %% [markdown]
 # And on this computer's GPU, if it has one:
@@ -386,8 +386,7 @@ else:
 
 # %%
 names = ["warp_per_row", "block_per_row", "vectorized"]
-full_names = ["softmax.warp_per_row float16", "softmax.block_per_row float16", "softmax.vectorized float16 16 bytes"]
-found = {name: lesson.resources(full) for name, full in zip(names, full_names, strict=True)}
+found = {name: lesson.resources(f"softmax.{name} float16 4096") for name in names}
 print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
 budgets = [budget("90", threads=r.threads, registers=r.registers, shared=r.shared) for r, _ in found.values()]
 lesson.table(
@@ -410,9 +409,9 @@ plt.show()
 
 # %% [markdown]
 # Each bar is what a multiprocessor has; its pieces are what the resident blocks take; the resource that admits the
-# fewest blocks is red. Shared memory is next to nothing here. The three kernels differ little, so occupancy is no
-# reason to prefer one: what differs is how many bytes each warp has on its way, 64 for a load of one element a lane
-# and 512 for a wide one.
+# fewest blocks is red. Shared memory is next to nothing here. Every kernel fills at least half of the warp slots, so
+# occupancy is no reason to prefer one. What differs is how many bytes each warp has on its way: 64 for a load of one
+# element a lane, 512 for a wide one.
 #
 # ## Break it
 #
@@ -431,10 +430,10 @@ except Fault as fault:
     print(fault)
 
 # %% [markdown]
-# Read it from the top: the kind of fault and what happened; in which block and thread; then the line, and the line
-# that called it. Warp 0 reached `x = partials[lane]` when the other warps had not yet written theirs. On its first
-# row the block reads memory that nobody ever wrote. Give the block a second row, and the words are there, but they
-# are the *last* row's maxima, and it would be a `Race`: lesson 2 shows one.
+# Read it from the top: the kind of fault and what happened, two accesses and nothing that orders them; the block and
+# the threads; the line, and the line that called it; and what would mend it. Thread 1 belongs to warp 0, which went
+# on to read all partial maxima. Thread 32 is lane 0 of warp 1, which had yet to write its own. Which of the two came
+# first in this run does not matter: no barrier says that it must be so.
 #
 # What would a GPU have done? It does not check. The emulator can look away too, and then the result depends on the
 # order in which threads happen to run, which `seed` decides:

@@ -235,6 +235,10 @@ lesson.show_source(split, part="merge_row")
 #   for ever. So the launch is cooperative, no more blocks than the GPU runs at once; and each block draws its next
 #   chunk from a counter, so the one with the smallest unfinished chunk never waits for a chunk that nobody has taken.
 #
+# A block that waits for its neighbours moves no data. From sm_90 on `split_ahead` hides that wait: the copy engine
+# brings the next chunks into shared memory meanwhile, and a block publishes its next chunk's word before it waits for
+# the current row. The bytes are the same. How such copies work is for a later lesson.
+#
 # ## On real data
 #
 # Rows of one head in float16, and long rows: what one query scores in all twelve heads, laid end to end in float32.
@@ -362,7 +366,7 @@ lesson.table(
 )
 
 # %%
-lesson.show_results("online_softmax")
+lesson.show_results(simt.KERNELS)
 
 # %%
 if machine == "cuda":
@@ -376,20 +380,16 @@ else:
 # What is bought with registers must be paid for in occupancy. Measured, for an H200:
 
 # %%
-names = {
-    "two_pass, 32768 columns": "online_softmax.two_pass float16 32768 by 16 bytes, sm_80 on",
-    "one_pass, 1024 columns": "online_softmax.one_pass float16 1024 by 16 bytes, sm_80 on",
-    "one_pass, 32768 columns": "online_softmax.one_pass float16 32768 by 16 bytes, sm_80 on",
-    "split, 262144 columns": "online_softmax.split float16 262144 by 16 bytes, sm_80 on",
-}
-found = {title: lesson.resources(name) for title, name in names.items()}
+names = ["two_pass float16 32768", "one_pass float16 1024", "one_pass float16 32768"]
+names += ["split float16 262144", "split_ahead float16 262144"]
+found = {name: lesson.resources(f"online_softmax.{name}") for name in names}
 print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
 budgets = {
     title: budget("90", threads=r.threads, registers=r.registers, shared=r.shared) for title, (r, _) in found.items()
 }
 lesson.table(
     (
-        "float16 kernel",
+        "kernel, element, columns",
         "threads",
         "registers a thread",
         "spilled bytes",
@@ -406,7 +406,7 @@ lesson.table(
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 figure, axes = plt.subplots(1, 2, figsize=(12, 3.2))
 figure.get_layout_engine().set(wspace=0.06)
-chosen = ["one_pass, 1024 columns", "one_pass, 32768 columns"]
+chosen = ["one_pass float16 1024", "one_pass float16 32768"]
 draw_budget([budgets[title] for title in chosen], axes)
 for ax, title in zip(axes, chosen, strict=True):
     ax.set_title(f"{title}\n{ax.get_title(loc='left')}", fontsize=10)
@@ -414,9 +414,8 @@ axes[1].set_yticklabels([])
 plt.show()
 
 # %% [markdown]
-# A short row leaves room for several blocks. The long row takes every register there is: it has 64 KB, so each of
-# 1024 threads holds 16 words of it and has the rest of its registers for the work. Half of the warp slots stay empty,
-# yet 64 KB of loads are on their way at once, and that is what keeps memory busy.
+# A long row takes registers: 64 KB of it lie in the register file of a multiprocessor that has 256 KB. Half of the
+# warp slots or more stay empty; yet all loads of a row are on their way at once, and that is what keeps memory busy.
 #
 # ### Which kernel for which shape
 #
@@ -425,18 +424,19 @@ plt.show()
 # hold on a GPU that cannot run enough blocks at once.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-figure, axes = plt.subplots(1, 2, figsize=(12, 3.6), sharey=True)
-for ax, element in zip(axes, ("float16", "float32"), strict=True):
-    kinds = np.zeros((21, 17), int)
-    for r in range(21):
-        for c in range(4, 21):
-            kinds[r, c - 4] = simt.choose(Shape(element, 1 << r, 1 << c, 16)) == "split"
-    ax.imshow(kinds, origin="lower", cmap=ListedColormap(["#cfe2f0", "#f6dfae"]), aspect="auto")
-    ax.set_xticks(range(0, 17, 2), [f"$2^{{{c}}}$" for c in range(4, 21, 2)])
+figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), sharey=True)
+fills = {"one_pass": "#cfe2f0", "split": "#f6dfae", "split_ahead": "#cdeadf"}
+for ax, (element, arch) in zip(axes, (("float16", "90"), ("float32", "90"), ("float16", "80")), strict=True):
+    kinds = [[simt.choose(Shape(element, 1 << r, 1 << c, 16, arch)) for c in range(4, 21)] for r in range(21)]
+    codes = np.array([[list(fills).index(kind) for kind in line] for line in kinds])
+    ax.imshow(codes, origin="lower", cmap=ListedColormap(list(fills.values())), vmin=0, vmax=2, aspect="auto")
+    for code, kind in enumerate(fills):
+        r, c = np.nonzero(codes == code)
+        if len(r):
+            ax.text(c.mean(), r.mean(), kind.replace("split_", "split_\n"), ha="center", va="center")
+    ax.set_xticks(range(0, 17, 4), [f"$2^{{{c}}}$" for c in range(4, 21, 4)])
     ax.set_yticks(range(0, 21, 4), [f"$2^{{{r}}}$" for r in range(0, 21, 4)])
-    ax.set(xlabel="columns", title=f"{element}, rows aligned to 16 bytes")
-    ax.text(4, 10, "one_pass", ha="center", fontsize=11)
-    ax.text(14.9, 10, "split", ha="center", fontsize=11)
+    ax.set(xlabel="columns", title=f"{element} on sm_{arch}, 16-byte aligned")
 axes[0].set_ylabel("rows")
 plt.show()
 

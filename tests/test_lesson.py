@@ -1,6 +1,7 @@
 """What the lessons share: source as it stands, tables, exercises that are told and never raise."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +47,13 @@ def test_what_is_not_in_the_source_is_refused(options, message):
 
 
 def test_table():
-    made = lesson.table(("a", "b|c"), [("x", 0.123456), ("long", 2)])
-    assert str(made) == "a     b|c\nx     0.1235\nlong  2"
-    assert made._repr_markdown_() == "| a | b\\|c |\n| --- | --- |\n| x | 0.1235 |\n| long | 2 |"
+    made = lesson.table(("a", "b<c"), [("x", 0.123456), ("long", 2)])
+    assert str(made) == "a     b<c\nx     0.1235\nlong  2"
+    html = re.sub(r' style="[^"]*"', "", made._repr_html_())
+    assert html == (
+        "<table><thead><tr><th>a</th><th>b&lt;c</th></tr></thead>"
+        "<tbody><tr><td>x</td><td>0.1235</td></tr><tr><td>long</td><td>2</td></tr></tbody></table>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_an_exercise_is_told_and_never_raised(ok, text, capsys):
 
 
 def test_resources_without_a_compiler_are_the_recorded_ones(monkeypatch, tmp_path):
-    name = "softmax.warp_per_row float16"
+    name = "softmax.warp_per_row float16 1024"
     held = {"arch": "90a", "threads": 128, "registers": 7, "shared": 0, "spills": 0}
     (tmp_path / "resources.json").write_text(json.dumps({f"{name}, sm_90a": held}))
     monkeypatch.setattr(lesson, "folder", lambda: tmp_path)
@@ -79,17 +84,28 @@ def test_resources_without_a_compiler_are_the_recorded_ones(monkeypatch, tmp_pat
         lesson.resources("nothing")
 
 
+@pytest.mark.skipif(bool(compiler.why_not()), reason="no compiler")
+@pytest.mark.parametrize(
+    "name", ["nothing", "softmax.nothing float16 8", "nothing.split float16 8", "softmax float16 8"]
+)
+def test_resources_of_no_kernel(name):
+    with pytest.raises(ValueError, match=f"there is no kernel '{name}'"):
+        lesson.resources(name)
+
+
 def test_results_are_shown_as_they_were_written(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(lesson, "folder", lambda: tmp_path / "lessons")
-    shown = []
-    monkeypatch.setattr(lesson, "_display", shown.extend)
-    lesson.show_results("softmax")
+    assert lesson.show_results(["a"]) is None
     assert "docs/results/softmax.json is not here" in capsys.readouterr().out
     (tmp_path / "docs" / "results").mkdir(parents=True)
-    rows = [{"kernel": "a", "tb_per_s": 4.123456}, {"kernel": "b", "note": "slow"}]
-    written = {"device": "H200", "runs": {"count": 20, "rows": rows}}
+    measured = [
+        {"name": "copy", "of_copy": 1.0}, {"name": "torch.softmax", "of_copy": 0.8}, {"name": "a", "of_copy": 0.7},
+        {"name": "a of 64 threads", "of_copy": 0.9}, {"name": "ab", "of_copy": 0.95}, {"name": "b", "of_copy": None},
+    ]  # fmt: skip
+    size = {"element": "float16", "rows": 8, "cols": 128, "nbytes": 2048, "measured": measured}
+    written = {"environment": {"device": "H200", "date": "today"}, "sizes": [size]}
     (tmp_path / "docs" / "results" / "softmax.json").write_text(json.dumps(written))
-    lesson.show_results("softmax")
-    assert capsys.readouterr().out == "device: H200\nruns count: 20\n"
-    assert shown[0].header == ("kernel", "tb per s", "note")
-    assert shown[0].rows == (("a", "4.123", "-"), ("b", "-", "slow"))
+    shown = lesson.show_results(["a", "b"])
+    assert capsys.readouterr().out == "device H200, date today\n"
+    assert shown.header == ("element", "rows", "columns", "a", "b", "torch.softmax")
+    assert shown.rows == (("float16", "8", "128", "90%", "-", "80%"),)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from flashnumba import lesson
-from flashnumba.ladder import STAGES, compile_cases
-from flashnumba.machine.compiler import why_not
+from flashnumba.ladder import STAGES
+from flashnumba.machine import compiler
+from flashnumba.machine.occupancy import budget
 
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
@@ -30,10 +31,11 @@ SECTIONS = [
 
 SHOWN = {
     "01_softmax": [
-        "UninitialisedRead: shared byte", "partials[lane]", "rows that are wrong", "OutOfBounds: index [8, 0] of x",
+        "Race: thread 32 writes shared byte 4", "partials[lane]", "rows that are wrong",
+        "OutOfBounds: index [8, 0] of x",
     ],
     "02_online_softmax": [
-        "Race: thread 0 writes shared byte 0, which thread 32 read", "UninitialisedRead: shared byte",
+        "Race: thread 0 writes shared byte 0", "which thread 32 read", "Race: thread 32 writes shared byte 4",
         "no fault", "above the budget", "within the budget", "without: -inf nan", "masked row: [0. 0. 0.]",
         "Deadlock: thread 0 spins",
     ],
@@ -158,19 +160,21 @@ def test_it_runs_and_shows_what_it_promises(name, machine):
     assert all(o.name == "stdout" for c in notebook.cells for o in c.get("outputs", ()) if o.output_type == "stream")
 
 
+@PARAMS
+def test_without_a_compiler_every_resource_asked_for_is_recorded(name, monkeypatch, capsys):
+    monkeypatch.setattr(compiler, "why_not", lambda: "no compiler")
+    asks = [source for _, source, _ in cells_of(FOLDER / f"{name}.ipynb") if "lesson.resources(" in source]
+    assert len(asks) == 1
+    exec(asks[0], {"lesson": lesson, "budget": budget})
+    assert capsys.readouterr().out.startswith("no compiler here: from lessons/resources.json")
+
+
 def test_recorded_resources_are_those_that_the_compiler_gives():
     """``python -m flashnumba.lesson`` writes them anew."""
     recorded = json.loads((FOLDER / "resources.json").read_text())
-    asked = {
-        name
-        for path in FOLDER.glob("*.py")
-        for name in (case.name for case in compile_cases())
-        if f'"{name}"' in path.read_text()
-    }
     names = {key.removesuffix(", sm_90a") for key in recorded}
-    assert asked <= names
-    if why_not():
-        pytest.skip(f"not measured: {why_not()}")
+    if compiler.why_not():
+        pytest.skip(f"not measured: {compiler.why_not()}")
     for name in sorted(names):
         measured, fresh = lesson.resources(name)
         assert fresh

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
-from flashnumba.machine.emulator.arrays import GlobalArray, _is_view
+from flashnumba.machine.emulator.arrays import GlobalArray
 from flashnumba.machine.emulator.global_memory import GlobalMemory
 from flashnumba.machine.emulator.launch import Launch, Report
 from flashnumba.machine.emulator.tensor_core import settings
@@ -142,7 +142,7 @@ class _RecordedArray(GlobalArray):
 
     def __getitem__(self, i: Any) -> Any:
         value = super().__getitem__(i)
-        if not _is_view(i):
+        if not isinstance(value, GlobalArray):
             self.launch.note(getcurrent(), self.name, False, self.address + self.offset(i), self.itemsize)
         return value
 
