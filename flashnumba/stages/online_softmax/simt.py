@@ -45,7 +45,7 @@ __all__ = [
 KERNELS = ("two_pass", "one_pass", "split", "split_ahead")
 HELD_WORDS = 32
 """32-bit words of a row that a thread holds at most: half of the 64 registers it has beside 1023 others."""
-NARROW_WORDS = 16
+NARROW_WORDS = 8
 """The same where a load is one word: these may stand at any distance, and each address takes registers too."""
 FEW_ROWS = 64
 """With no more rows than this a block a row leaves most of a GPU idle."""
@@ -79,15 +79,15 @@ def loads(shape: Shape) -> tuple[int, int]:
     return shape.cols * ITEMSIZE[shape.element] // shape.vector, max(1, shape.vector // 4)
 
 
-def held_words(words: int) -> int:
-    """32-bit words of a row that a thread holds at most, in loads of so many words."""
-    return HELD_WORDS if words > 1 else NARROW_WORDS
+def capacity(words: int) -> int:
+    """32-bit words of a row that a block holds at most, in loads of so many words."""
+    return 1024 * HELD_WORDS if words > 1 else 512 * NARROW_WORDS
 
 
 def choose(shape: Shape) -> str:
     """What ``kernel="auto"`` means: one read wherever registers hold the row, those of one block or of several."""
     count, words = loads(shape)
-    if count * words > 1024 * held_words(words):
+    if count * words > capacity(words):
         return "split_ahead" if can_load_ahead(shape) else "split"
     return "split" if shape.rows <= FEW_ROWS and count * words >= 8192 else "one_pass"
 
@@ -113,20 +113,19 @@ def plan_one_pass(shape: Shape) -> Plan:
         ValueError: the row is longer than 1024 threads can hold.
     """
     count, words = loads(shape)
-    if count * words > 1024 * held_words(words):
+    if count * words > capacity(words):
         raise ValueError(
-            f"one_pass holds rows of up to {1024 * held_words(words) // words * shape.vector} bytes where loads are of "
+            f"one_pass holds rows of up to {capacity(words) // words * shape.vector} bytes where loads are of "
             f"{shape.vector} bytes; these have {shape.cols * ITEMSIZE[shape.element]}: use split or two_pass"
         )
-    most = held_words(words)
-    if count * words <= 32 * (most if words > 1 else most // 2):
+    if count * words <= 32 * (HELD_WORDS if words > 1 else NARROW_WORDS):
         group = min(32, max(4, power_of_two(count)))
     elif words > 1:
         # 16 words a thread up to 512 threads, then 32: measured faster on an H200 than 1024 threads of 16.
         group = min(512, power_of_two(-(-count * words // 16)))
         group = group if count * words <= group * HELD_WORDS else 1024
     else:
-        group = min(1024, power_of_two(-(-count * words // (most // 2))))
+        group = power_of_two(-(-count // NARROW_WORDS))
     vectors = next(v for v in PER_THREAD if v * group >= count)
     short = group <= 32
     at_once = max(1, min(2, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
@@ -142,7 +141,7 @@ def plan_one_pass(shape: Shape) -> Plan:
 def plan_split(shape: Shape) -> Plan:
     """Chunks of 256 threads that hold all they can; fewer, and smaller ones, where a row would else be one chunk."""
     count, words = loads(shape)
-    vectors = held_words(words) // words
+    vectors = HELD_WORDS // words if words > 1 else 2 * NARROW_WORDS  # in smaller blocks there are registers enough
     threads = next((t for t in (256, 128, 64, 32) if count > t * vectors), 0)
     if not threads:
         threads, vectors = 32, max(1, -(-count // 64))
@@ -164,7 +163,7 @@ def plan_split_ahead(shape: Shape) -> Plan:
     """
     if not can_load_ahead(shape):
         raise ValueError(
-            "split_ahead needs rows that start at multiples of 16 bytes and are multiples of 16 bytes long, and sm_90; "
+            "split_ahead needs sm_90, and rows that start at multiples of 16 bytes and are multiples of 16 bytes long; "
             f"here loads are {shape.vector} bytes wide at most and the GPU is sm_{shape.arch}: use split"
         )
     count, _ = loads(shape)
@@ -210,8 +209,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
-            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance
-            from each other are copied first.
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one
+            distance from each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
         kernel: one of :data:`KERNELS`, or ``"auto"``: see :func:`choose`.
@@ -252,7 +251,7 @@ def compile_cases() -> Iterator[CompileCase]:
     wide = [("two_pass", 4096), ("one_pass", 128), ("one_pass", 1000), ("one_pass", 32768), ("split", 262144)]
     groups = [(element, "80", 16, wide) for element in ITEMSIZE]
     groups += [(element, "90", 16, [("split_ahead", 262144)]) for element in ITEMSIZE]
-    narrow = [("two_pass", 4096), ("one_pass", 1000), ("one_pass", 16384), ("split", 262144)]
+    narrow = [("two_pass", 4096), ("one_pass", 1000), ("one_pass", 4096), ("split", 262144)]
     groups += [("float32", "80", 4, narrow), ("bfloat16", "80", 2, narrow)]
     groups += [("float16", "75", 16, wide[3:]), ("bfloat16", "75", 16, wide[3:])]
     for element, arch, nbytes, names in groups:

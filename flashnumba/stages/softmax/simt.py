@@ -219,8 +219,8 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
 
     Args:
         x: ``[..., N]`` float16, bfloat16 or float32, of any size and any strides: NumPy, torch, CuPy, JAX, numba,
-            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one distance
-            from each other are copied first.
+            or what offers ``__cuda_array_interface__`` or DLPack. Leading axes that do not make up rows at one
+            distance from each other are copied first.
         out: where to write, of ``x``'s shape and dtype and on its device; ``x`` itself works in place. By default a new
             packed array of ``x``'s kind.
         kernel: one of :data:`KERNELS`, or ``"auto"``: see :func:`choose`.
