@@ -110,11 +110,12 @@ def test_what_is_shown_is_never_a_copy(name):
 
 
 def said(cell) -> str:
-    """All text that a cell put out."""
-    parts = []
+    """All text that a cell put out; a stream may have come in pieces, cut anywhere."""
+    text = ""
     for output in cell.get("outputs", ()):
-        parts.append(output.get("text", "") or output.get("data", {}).get("text/plain", ""))
-    return "\n".join(parts)
+        stream = output.output_type == "stream"
+        text += output.text if stream else "\n" + output.get("data", {}).get("text/plain", "") + "\n"
+    return text
 
 
 def executed(name: str, machine: str):
