@@ -23,7 +23,7 @@ sys.path[:0] = [str(DOCS), str(ROOT)]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 import generators  # noqa: E402
-from generators.autodoc import KernelDocumenter  # noqa: E402
+import generators.autodoc  # noqa: E402
 
 project = "flashnumba"
 copyright = "flashnumba's authors, Apache-2.0"
@@ -50,7 +50,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_type_aliases = {name: name for name in ("ArrayLike", "DTypeLike", "State")}
 add_module_names = False
-autodoc_use_legacy_class_based = True  # for KernelDocumenter, from Sphinx 9 on
+autodoc_use_legacy_class_based = True  # for generators.autodoc, from Sphinx 9 on
 python_use_unqualified_type_names = True
 napoleon_use_ivar = True
 napoleon_use_rtype = False
@@ -80,6 +80,6 @@ def source_module(app, module, attribute):
 
 
 def setup(app):
-    app.add_autodocumenter(KernelDocumenter)
+    generators.autodoc.setup(app)
     app.connect("builder-inited", generate)
     app.connect("viewcode-follow-imported", source_module)

@@ -93,6 +93,8 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
         shutil.copytree(ROOT / "lessons", tmp_path / "lessons")
     lesson(tmp_path / "lessons", "99_example")
 
+    (tmp_path / "docs" / "results").mkdir(exist_ok=True)
+    (tmp_path / "docs" / "results" / "made_up.json").write_text(json.dumps(MEASURED), encoding="utf-8")
     options = ["-W", "--keep-going", "-q", "-D", "nb_execution_mode=off"]
     paths = [str(tmp_path / "docs"), str(tmp_path / "build" / "html")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -104,6 +106,7 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     assert dead_links(site) == []
     # A page outside every table of contents is a warning, so what was built is reachable.
     assert (site / "lessons" / "99_example.html").is_file()
+    assert "made up" in Page(site / "results.html").text.lower()
     text = Page(site / "instructions.html").text
     names = [declared.name for declared in instructions.DECLARED]
     names += [name for family in instructions.FAMILIES for name, _ in instructions.factories(family)]
@@ -111,6 +114,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     known = Page(site / "py-modindex.html").text
     missing = [m for m in (*api.modules_of("flashnumba.stages"), "flashnumba.machine.launcher") if m not in known]
     assert missing == []
+    api_text = Page(site / "api" / "machine.html").text
+    for shown in ("class Kernel(", "blocks a multiprocessor the compiler must leave room for", "class Instruction("):
+        assert shown in api_text
 
 
 def test_a_dead_link_is_found(tmp_path: Path) -> None:
@@ -168,26 +174,48 @@ def test_a_lesson_taken_away_leaves_the_site(tmp_path: Path) -> None:
     assert list((tmp_path / "docs").iterdir()) == []
 
 
+MEASURED = {
+    "environment": {"device": "NVIDIA H200", "date": "2026-11-29", "torch": "2.11"},
+    "sizes": [
+        {
+            "element": "float16",
+            "cols": 128,
+            "nbytes": 2**30,
+            "measured": [
+                {"name": "copy", "seconds": 5e-4, "bytes_per_second": 4.25e12, "note": ""},
+                {"name": "slow", "seconds": 7e-4, "of_copy": 0.7142857, "note": ""},
+                {"name": "quick", "seconds": 6e-4, "of_copy": 0.8333333, "note": ""},
+                {"name": "unfit", "seconds": None, "of_copy": None, "note": ""},
+            ],
+        }
+    ],
+}
+
+
 def test_results_are_shown_with_their_device_and_date(tmp_path: Path) -> None:
-    measured = {
-        "device": "NVIDIA H200",
-        "date": "2026-11-29",
-        "versions": {"torch": "2.11"},
-        "rows": [{"columns": 128, "best": 0.98765}, {"columns": 4096, "best": None, "exact": True}],
-    }
-    (tmp_path / "some_bench.json").write_text(json.dumps(measured), encoding="utf-8")
+    (tmp_path / "some_bench.json").write_text(json.dumps(MEASURED), encoding="utf-8")
     page = results.page(tmp_path)
-    for shown in ("## Some bench", "- device: NVIDIA H200", "- versions torch: 2.11", "| 128 | 0.9877 | - |"):
-        assert shown in page
-    assert "| 4096 | - | yes |" in page
+    assert page.startswith("## Some bench\n\n- device: NVIDIA H200\n- date: 2026-11-29\n- torch: 2.11\n")
+    fastest, details = page.split("<details>")
+    assert "| element | cols | MB | name | ms | of copy |" in fastest
+    assert "| float16 | 128 | 1024 | quick | 0.6 | 0.8333 |" in fastest and "slow" not in fastest
+    assert "<summary>element float16, cols 128, MB 1024</summary>" in details
+    for row in ("| copy | 0.5 | 4.25 | - |", "| slow | 0.7 | - | 0.7143 |", "| unfit | - | - | - |"):
+        assert row in details
+    assert "note" not in page, "a column without a word in it"
 
 
-@pytest.mark.parametrize("lacking", ["device", "date"])
-def test_results_without_a_device_or_a_date_are_refused(lacking: str, tmp_path: Path) -> None:
-    measured = {"device": "NVIDIA H200", "date": "2026-11-29", "rows": []}
-    del measured[lacking]
+def test_plain_tables_of_results(tmp_path: Path) -> None:
+    measured = {"device": "a GPU", "rows": [{"columns": 128, "best": 0.98765}, {"columns": 4096, "exact": True}]}
     (tmp_path / "bench.json").write_text(json.dumps(measured), encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"bench.json does not say the {lacking}"):
+    page = results.page(tmp_path)
+    assert "- date: not recorded" in page
+    assert "| columns | best | exact |" in page and "| 128 | 0.9877 | - |" in page and "| 4096 | - | yes |" in page
+
+
+def test_results_without_a_device_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps({"date": "2026-11-29", "rows": []}), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"bench.json does not say the device"):
         results.page(tmp_path)
 
 

@@ -45,15 +45,24 @@ def stages() -> list[str]:
 
 
 def automodule(name: str, pages: set[str]) -> str:
-    """A module's section. What it only passes on from another module of these pages is documented there."""
+    """A module's section, without what it only passes on from another of the ``pages``, and without classes that say
+    nothing of themselves (the named faults: a table has their meanings)."""
     module = import_module(name)
-    passed_on = [
+    members = {member: getattr(module, member) for member in getattr(module, "__all__", ())}
+    left_out = [
         member
-        for member in getattr(module, "__all__", ())
-        if getattr(getattr(module, member), "__module__", name) in pages - {name}
+        for member, value in members.items()
+        if getattr(value, "__module__", name) in pages - {name}
+        or (isinstance(value, type) and not vars(value).get("__doc__"))
     ]
-    exclude = f"   :exclude-members: {', '.join(passed_on)}\n" if passed_on else ""
-    return f"## {name}\n\n```{{eval-rst}}\n.. highlight:: text\n\n.. automodule:: {name}\n{exclude}```\n"
+    exclude = f"   :exclude-members: {', '.join(left_out)}\n" if left_out else ""
+    # A class whose docstring is a property, for its instances, is none to autodoc.
+    hidden = "".join(
+        f"\n.. autohiddenclass:: {name}.{member}\n"
+        for member, value in members.items()
+        if isinstance(value, type) and isinstance(vars(value).get("__doc__"), property) and value.__module__ == name
+    )
+    return f"## {name}\n\n```{{eval-rst}}\n.. highlight:: text\n\n.. automodule:: {name}\n{exclude}{hidden}```\n"
 
 
 def pages() -> dict[str, str]:

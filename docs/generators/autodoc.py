@@ -1,14 +1,17 @@
-"""Kernels and device functions in the API pages: shown as the functions they are written as."""
+"""What autodoc does not see by itself: kernels, device functions, classes whose instances have their own docstrings."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 from typing import Any
 
-from sphinx.ext.autodoc import FunctionDocumenter
+from sphinx.application import Sphinx
+from sphinx.ext.autodoc import ClassDocumenter, FunctionDocumenter
 
 from flashnumba.machine.function import DeviceFunction, Kernel
 
-__all__ = ["KernelDocumenter"]
+__all__ = ["setup"]
 
 
 class KernelDocumenter(FunctionDocumenter):
@@ -27,3 +30,28 @@ class KernelDocumenter(FunctionDocumenter):
         if found and isinstance(self.object, (DeviceFunction, Kernel)):
             self.object = self.object.function
         return found
+
+
+class HiddenDocumenter(ClassDocumenter):
+    """Documents, where ``autohiddenclass`` asks for it, a class whose ``__doc__`` is a property for its instances: the
+    class's own docstring is then in its source alone."""
+
+    objtype = "hiddenclass"
+    directivetype = "class"
+    priority = -1  # no member by itself
+
+    def get_doc(self) -> list[list[str]]:
+        written = ast.get_docstring(ast.parse(inspect.cleandoc(inspect.getsource(self.object))).body[0])  # type: ignore[arg-type]
+        return [[*(written or "").splitlines(), ""]]
+
+
+def not_a_type(app: Sphinx, what: str, name: str, member: Any, options: Any, lines: list[str]) -> None:
+    """Keep napoleon from reading what stands before the first colon of an attribute's docstring as its type."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+
+
+def setup(app: Sphinx) -> None:
+    app.add_autodocumenter(KernelDocumenter)
+    app.add_autodocumenter(HiddenDocumenter)
+    app.connect("autodoc-process-docstring", not_a_type, priority=400)  # napoleon's is 500

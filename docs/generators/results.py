@@ -1,13 +1,15 @@
 """Tables of measured results, from the JSON files in ``docs/results``.
 
-A file holds one object. Plain values say what was measured, where and when, and ``device`` and ``date`` must be among
-them; each list of objects is a table, each object in an object a further group of plain values.
+A file holds one object. Plain values, in it or in objects in it, say what was measured, where and when; ``device`` must
+be among them, ``date`` ought to be. Each list of objects is a table. Where the objects of a list hold a list of objects
+themselves (a size, and what was measured on it), each gets a table of its own, folded away, and the fastest kernel of
+each goes into one table in front of them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from generators.tables import markdown
 __all__ = ["cell", "page", "section"]
 
 NONE = "No result file is in `docs/results`. `flashnumba bench`, on a GPU, writes them.\n"
-SAID = {"device": ("device", "gpu", "machine"), "date": ("date", "when", "time", "measured")}
+PEERS = ("copy", "torch.softmax")
+"""Names under which something is measured that is no kernel of ours."""
+UNITS = {"seconds": ("ms", 1e3), "bytes_per_second": ("TB/s", 1e-12), "nbytes": ("MB", 2.0**-20)}
+Row = Mapping[str, Any]
 
 
 def page(folder: Path) -> str:
@@ -29,36 +34,66 @@ def section(path: Path) -> str:
     """Markdown of one file.
 
     Raises:
-        ValueError: it does not say on which device or on which date it was measured.
+        ValueError: it holds something else than an object, or does not say on which device it was measured.
     """
     held = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(held, dict):
         raise ValueError(f"{path.name} holds a {type(held).__name__}; it must be one object")
     facts = dict(plain(held))
-    for what, names in SAID.items():
-        if not any(key.rsplit(" ", 1)[-1] in names for key in facts):
-            raise ValueError(f"{path.name} does not say the {what}; it must have one of the keys {', '.join(names)}")
+    if "device" not in facts:
+        raise ValueError(f"{path.name} does not say the device on which it was measured; it must have the key 'device'")
+    facts.setdefault("date", "not recorded")
     title = str(facts.pop("title", path.stem.replace("_", " ").capitalize()))
     text = f"## {title}\n\n" + "".join(f"- {name}: {cell(value)}\n" for name, value in facts.items())
     for name, rows in tables(held):
-        heads = list(dict.fromkeys(key for row in rows for key in row))
-        words = [head.replace("_", " ") for head in heads]
-        text += f"\n**{name.replace('_', ' ').capitalize()}**\n\n"
-        text += markdown(words, [[cell(row.get(head)) for head in heads] for row in rows])
+        heading = name.replace("_", " ").capitalize()
+        inner = next((key for key, value in rows[0].items() if is_table(value)), None)
+        text += f"\n**{heading}**\n\n{table(rows)}" if inner is None else nested(rows, inner)
     return text
 
 
-def plain(held: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value, with the names that lead to it."""
+def nested(rows: Sequence[Row], inner: str) -> str:
+    """The fastest of each row's inner table, then the inner tables."""
+    outer = [{key: value for key, value in row.items() if key != inner} for row in rows]
+    fastest = [{**about, **best} for about, row in zip(outer, rows, strict=True) if (best := fastest_of(row[inner]))]
+    text = f"\n**The fastest kernel of each**\n\n{table(fastest)}" if fastest else ""
+    for about, row in zip(outer, rows, strict=True):
+        said = ", ".join(f"{head} {value}" for head, value in shown(about).items())
+        text += f"\n<details><summary>{said}</summary>\n\n{table(row[inner])}\n</details>\n"
+    return text
+
+
+def fastest_of(measured: Sequence[Row]) -> Row | None:
+    ours = [one for one in measured if one.get("seconds") and one.get("name") not in PEERS]
+    return min(ours, key=lambda one: one["seconds"], default=None)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A table with a column for each key; columns that are empty throughout are left out."""
+    lines = [shown(row) for row in rows]
+    heads = [head for head in dict.fromkeys(h for line in lines for h in line) if any(x.get(head) for x in lines)]
+    return markdown(heads, [[line.get(head, "-") for head in heads] for line in lines])
+
+
+def shown(row: Row) -> dict[str, str]:
+    """Headings and cells of a row, in units that people read."""
+    found = {}
+    for key, value in row.items():
+        unit, factor = UNITS.get(key, (key.replace("_", " "), 1))
+        found[unit] = cell(value * factor if key in UNITS and value is not None else value)
+    return found
+
+
+def plain(held: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every plain value, by its own name."""
     for key, value in held.items():
-        name = f"{before}{key.replace('_', ' ')}"
         if isinstance(value, dict):
-            yield from plain(value, f"{name} ")
+            yield from plain(value)
         elif not is_table(value):
-            yield name, value
+            yield key.replace("_", " "), value
 
 
-def tables(held: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def tables(held: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, list[Row]]]:
     for key, value in held.items():
         if isinstance(value, dict):
             yield from tables(value, f"{before}{key} ")
@@ -71,7 +106,7 @@ def is_table(value: Any) -> bool:
 
 
 def cell(value: Any) -> str:
-    """A value as a table shows it: four digits of a fraction, a tick for true.
+    """A value as a table shows it: four digits of a fraction.
 
     >>> cell(0.98765), cell(4.25e12), cell(262144), cell(None), cell([1, 2]), cell(True)
     ('0.9877', '4.25e+12', '262144', '-', '1, 2', 'yes')
@@ -84,6 +119,4 @@ def cell(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, list):
         return ", ".join(map(cell, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {cell(one)}" for key, one in value.items())
     return str(value)

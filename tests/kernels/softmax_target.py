@@ -3,7 +3,7 @@
 ::
 
     for tool in memcheck racecheck synccheck initcheck; do
-        compute-sanitizer --tool $tool --error-exitcode 1 python -m tests.kernels.softmax_target
+        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python -m tests.kernels.softmax_target
     done
 """
 
@@ -30,6 +30,8 @@ def main() -> int:
             for stage in (three_pass, online):
                 for kernel in (*stage.KERNELS, "auto"):
                     if kernel == "one_pass" and cols * x.dtype.itemsize > 131072:
+                        continue
+                    if kernel == "split_ahead" and cols * x.dtype.itemsize % 16:
                         continue
                     for out in (None, x.copy()):
                         given = x if out is None else out

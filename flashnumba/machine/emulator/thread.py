@@ -55,6 +55,7 @@ class Thread(greenlet):
         self.bulk_groups: deque[list[Any]] = deque()
         self.wgmma_commits = 0
         self.flying: dict[Any, Any] = {}  # registers that a wgmma in flight uses: (array, first) -> see matrix_engine
+        self.seen: dict[int, int] = {}  # words that ordered loads have read last, by address
         self.polls, self.progress = 0, -1  # polls in vain, and the launch's progress at the first of them
         self.spins: dict[int, tuple[Any, int]] = {}  # address of a polled word: its value, and how often it was that
         self.released: np.ndarray | None = None  # what it had published at its last threadfence()

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-from flashnumba.machine.emulator import faults
 from flashnumba.machine.instruction import Instruction, Scalar, instruction
 
 __all__ = [
@@ -43,24 +42,25 @@ PATIENCE = 100_000
 """Loads of one unchanged value, with every other thread having had its turn in between, that are called a deadlock."""
 
 
+class _Word:
+    """Says what a spinning thread waits for."""
+
+    def __init__(self, address: int, nbytes: int, value: int):
+        self.address, self.nbytes, self.value = address, nbytes, value
+
+    def __str__(self) -> str:
+        return f"a change of the {self.nbytes} bytes at global address {self.address:#x}, which stay {self.value:#x}"
+
+
 def _polled(thread: Any, address: int, nbytes: int) -> int:
     """A load; the value, as an unsigned integer. Seen a second time in a row, it lets all others have a turn first."""
     address = int(address)
     memory = thread.launch.memory
     value = int.from_bytes(memory.load(address, nbytes, thread).tobytes(), "little")
-    last, seen = thread.spins.get(address, (None, 0))
-    if value == last:
-        seen += 1
-        if seen > PATIENCE or not thread.give_way():
-            # Nobody else can go on, so nobody is left to change it.
-            raise thread.fault(
-                faults.Deadlock,
-                f"thread {thread.tid} spins on the {nbytes} bytes at global address {address:#x}: they stay {value:#x}",
-            )
+    if value == thread.seen.get(address):
+        thread.poll(_Word(address, nbytes, value), PATIENCE)
         value = int.from_bytes(memory.load(address, nbytes, thread).tobytes(), "little")
-        if value != last:
-            seen = 0
-    thread.spins[address] = (value, seen)
+    thread.seen[address] = value
     return value
 
 
