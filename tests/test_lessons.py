@@ -37,7 +37,7 @@ SHOWN = {
     "02_online_softmax": [
         "Race: thread 0 writes shared byte 0", "which thread 32 read", "Race: thread 32 writes shared byte 4",
         "no fault", "above the budget", "within the budget", "without: -inf nan", "masked row: [0. 0. 0.]",
-        "Deadlock: thread 0 spins",
+        "Deadlock: no thread of the block can go on", "which stay 0x0", "to mend it",
     ],
 }  # fmt: skip
 """What the cells tagged break-it must say, in this order."""
