@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -274,6 +275,7 @@ def environment() -> dict[str, Any]:
     torch = _torch()
     from importlib.metadata import version
 
+    found["date"] = datetime.now(timezone.utc).date().isoformat()
     return found | {"torch": torch.__version__, "numba": numba.__version__, "numba-cuda": version("numba-cuda")}
 
 
