@@ -28,6 +28,7 @@ MBARRIER = -1
 """Stands in ``writer`` for the eight bytes of an mbarrier, which ordinary accesses must leave alone."""
 
 SETS = 1 << 13  # reader sets that may pile up before those no longer in use are dropped
+COPIES = 1 << 16  # starts of copies that may pile up, likewise
 
 
 class SharedMemory:
@@ -211,7 +212,7 @@ class SharedMemory:
         """A copy has been waited for: its bytes count as written by the one who waited."""
         a, b = lo >> self.shift, hi >> self.shift
         self.writer[a:b] = [new if e == old else e for e in self.writer[a:b]]
-        self.issued[new] = self.issued.pop(old)
+        self._landed(old, new)
 
     def restamp_reader(self, lo: int, hi: int, old: int, new: int, thread: Thread) -> None:
         """A copy out of shared memory has been waited for: its reads count as the waiter's."""
@@ -221,7 +222,12 @@ class SharedMemory:
             c: self._number((self.sets[c] - {old}) | {new}, thread) if old in self.sets[c] else c for c in set(cells)
         }
         self.reader[a:b] = [after[c] for c in cells]
+        self._landed(old, new)
+
+    def _landed(self, old: int, new: int) -> None:
         self.issued[new] = self.issued.pop(old)
+        if len(self.issued) > COPIES:  # of copies long past only the name of a fault depends on it
+            self.issued = {e: start for e, start in self.issued.items() if e >> SHIFT == self.block.flight}
 
     # -- reader sets --------------------------------------------------------------------------------------------------
     def _with_reader(self, number: int, epoch: int, thread: Thread) -> int:
