@@ -165,7 +165,7 @@ def test_a_long_row_is_split(machine):
 def test_waiting_for_what_nobody_publishes_is_a_deadlock(monkeypatch):
     monkeypatch.setattr(ordered, "PATIENCE", 5000)
     x = scores(2, 256, np.float32)
-    with pytest.raises(Deadlock, match="spins on the 8 bytes at global address"):
+    with pytest.raises(Deadlock, match="waits for a change of the 8 bytes at global address"):
         run_split(split(broken="publish"), x, np.zeros_like(x), 2, 2)
 
 
