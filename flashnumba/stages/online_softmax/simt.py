@@ -45,7 +45,7 @@ __all__ = [
 KERNELS = ("two_pass", "one_pass", "split", "split_ahead")
 HELD_WORDS = 32
 """32-bit words of a row that a thread holds at most: half of the 64 registers it has beside 1023 others."""
-NARROW_WORDS = 8
+NARROW_WORDS = 16
 """The same where a load is one word: these may stand at any distance, and each address takes registers too."""
 FEW_ROWS = 64
 """With no more rows than this a block a row leaves most of a GPU idle."""
@@ -118,14 +118,14 @@ def plan_one_pass(shape: Shape) -> Plan:
             f"one_pass holds rows of up to {capacity(words) // words * shape.vector} bytes where loads are of "
             f"{shape.vector} bytes; these have {shape.cols * ITEMSIZE[shape.element]}: use split or two_pass"
         )
-    if count * words <= 32 * (HELD_WORDS if words > 1 else NARROW_WORDS):
+    if count * words <= 32 * (HELD_WORDS if words > 1 else NARROW_WORDS // 2):
         group = min(32, max(4, power_of_two(count)))
     elif words > 1:
         # 16 words a thread up to 512 threads, then 32: measured faster on an H200 than 1024 threads of 16.
         group = min(512, power_of_two(-(-count * words // 16)))
         group = group if count * words <= group * HELD_WORDS else 1024
     else:
-        group = power_of_two(-(-count // NARROW_WORDS))
+        group = min(512, power_of_two(-(-count // 8)))
     vectors = next(v for v in PER_THREAD if v * group >= count)
     short = group <= 32
     at_once = max(1, min(2, 16 // (vectors * words))) if short and shape.rows >= 1024 else 1
@@ -141,7 +141,7 @@ def plan_one_pass(shape: Shape) -> Plan:
 def plan_split(shape: Shape) -> Plan:
     """Chunks of 256 threads that hold all they can; fewer, and smaller ones, where a row would else be one chunk."""
     count, words = loads(shape)
-    vectors = HELD_WORDS // words if words > 1 else 2 * NARROW_WORDS  # in smaller blocks there are registers enough
+    vectors = HELD_WORDS // words if words > 1 else NARROW_WORDS
     threads = next((t for t in (256, 128, 64, 32) if count > t * vectors), 0)
     if not threads:
         threads, vectors = 32, max(1, -(-count // 64))
@@ -251,7 +251,7 @@ def compile_cases() -> Iterator[CompileCase]:
     wide = [("two_pass", 4096), ("one_pass", 128), ("one_pass", 1000), ("one_pass", 32768), ("split", 262144)]
     groups = [(element, "80", 16, wide) for element in ITEMSIZE]
     groups += [(element, "90", 16, [("split_ahead", 262144)]) for element in ITEMSIZE]
-    narrow = [("two_pass", 4096), ("one_pass", 1000), ("one_pass", 4096), ("split", 262144)]
+    narrow = [("two_pass", 4096), ("one_pass", 1000), ("one_pass", 8192), ("split", 262144)]
     groups += [("float32", "80", 4, narrow), ("bfloat16", "80", 2, narrow)]
     groups += [("float16", "75", 16, wide[3:]), ("bfloat16", "75", 16, wide[3:])]
     for element, arch, nbytes, names in groups:

@@ -28,6 +28,10 @@ def run_split(kernel, x, out, chunks, blocks, seed=0):
 def test_every_length(machine, kernel, dtype, cols):
     x = scores(3 if cols < 1000 else 2, cols, dtype)
     out = Guarded(x.shape, dtype)
+    if kernel == "one_pass" and cols == 4099:  # an odd length: narrow loads, of which a block holds fewer
+        with pytest.raises(ValueError, match="one_pass holds rows of up to .* use split or two_pass"):
+            simt.softmax(x, out.array, kernel=kernel, machine=machine)
+        return
     assert simt.softmax(x, out.array, kernel=kernel, machine=machine) is out.array
     assert_softmax(out.array, x)
     out.check()
@@ -165,7 +169,7 @@ def test_a_long_row_is_split(machine):
 def test_waiting_for_what_nobody_publishes_is_a_deadlock(monkeypatch):
     monkeypatch.setattr(ordered, "PATIENCE", 5000)
     x = scores(2, 256, np.float32)
-    with pytest.raises(Deadlock, match="spins on the 8 bytes at global address"):
+    with pytest.raises(Deadlock, match="waits for a change of the 8 bytes at global address"):
         run_split(split(broken="publish"), x, np.zeros_like(x), 2, 2)
 
 
