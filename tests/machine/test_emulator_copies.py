@@ -340,3 +340,24 @@ def test_bulk_copies_and_their_bytes(seed):
     report = launch(bulk_there_and_back, 1, 32, [x, out], seed=seed)
     np.testing.assert_array_equal(out, x + 1)
     assert (report.loaded, report.stored) == (128, 128)
+
+
+@kernel(threads=1, arch="90a")
+def late(x, out):
+    s = cuda.shared.array(4, float32, alignment=16)
+    bars = cuda.shared.array(1, uint64)
+    mbarrier_init(shared_address(bars), uint32(1))
+    fence_mbarrier_init()
+    bulk_load(shared_address(s), global_address(x), uint32(16), shared_address(bars))
+    mbarrier_arrive_expect_tx(shared_address(bars), uint32(16))
+    x[1] = float32(-1)
+    mbarrier_wait(shared_address(bars), uint32(0))
+    x[2] = float32(-2)
+    for i in range(4):
+        out[i] = s[i]
+
+
+def test_a_bulk_copy_moves_its_bytes_at_the_wait():
+    x, out = np.arange(4, dtype=np.float32) + 10, np.zeros(4, np.float32)
+    launch(late, 1, 1, [x, out])
+    assert list(out) == [10, -1, 12, 13]
