@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
-
 import typer
 
-__all__ = ["app", "main"]
+from flashnumba.commands import bench, doctor, lessons, resources, walkthrough
 
-COMMANDS = ("walkthrough", "doctor", "resources", "bench", "lessons")
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="flashnumba",
@@ -19,9 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for name in COMMANDS:
-    if find_spec(f"flashnumba.commands.{name}"):
-        import_module(f"flashnumba.commands.{name}").register(app)
+for command in (walkthrough, doctor, resources, bench, lessons):
+    command.register(app)
 
 
 def main() -> None:

@@ -555,7 +555,8 @@ except Fault as fault:
     print(fault)
 
 # %% [markdown]
-# On a GPU this program does not end, and says nothing.
+# Who waits for what, group by group: lanes 0 and 1 for a word each that stays 0, the other lanes of their warp for
+# them. On a GPU this program does not end, and says nothing.
 #
 # ## Exercises
 #

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from flashnumba.compare import compare
 from flashnumba.machine import gpu, launcher
 from flashnumba.machine.function import Kernel
 from flashnumba.stages.online_softmax import simt as online
+from flashnumba.stages.online_softmax.split_ahead import shared_bytes
 from flashnumba.stages.rows import Shape
 from flashnumba.stages.softmax import simt as three_pass
 from flashnumba.stages.softmax.reference import low_precision, safe
@@ -44,13 +46,15 @@ SAMPLE = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with the sizes it is made with; ``chunks`` a row where a row is split, ``grid`` blocks (0: resident)."""
+    """A kernel with the sizes it is made with; ``chunks`` a row where a row is split (``grid`` is then 0: as many blocks
+    as fit), ``shared`` bytes of dynamic shared memory."""
 
     name: str
     kernel: Kernel
     grid: int
     threads: int
     chunks: int = 0
+    shared: int = 0
 
 
 @dataclass
@@ -86,74 +90,52 @@ class Size:
         return asdict(self)
 
 
-def variants(shape: Shape, wide: bool = True) -> Iterator[Variant]:
-    """The kernels of both stages as their hosts launch them; if ``wide``, also others of one_pass and split."""
+def variants(shape: Shape, wide: bool = False) -> Iterator[Variant]:
+    """The kernels of both stages as their hosts launch them; if ``wide``, also in other sizes."""
     for name in three_pass.KERNELS:
         kernel, blocks, threads = three_pass.make(name, shape)
         yield Variant(name, kernel, blocks, threads)
     chosen = online.choose(shape)
-    for name in dict.fromkeys(("two_pass", chosen, "split")):
-        plan = online.PLANS[name](shape)
+    for name in online.KERNELS:
+        try:
+            plan = online.PLANS[name](shape)
+        except ValueError:  # rows too long to be held, or that the copy engine cannot bring
+            continue
         label = f"{name} (auto)" if name == chosen else name
-        yield Variant(label, plan.kernel, 0 if plan.chunks else plan.blocks, plan.threads, plan.chunks)
+        grid = 0 if plan.chunks else plan.blocks
+        yield Variant(label, plan.kernel, grid, plan.threads, plan.chunks, plan.shared)
     if wide:
-        yield from one_pass_variants(shape)
-        yield from split_variants(shape)
+        yield from other_sizes(shape)
 
 
-def one_pass_variants(shape: Shape) -> Iterator[Variant]:
-    """Splits of a row into threads and vectors, at several rows a group; then hints and grids for the usual one."""
-    count = shape.cols * ITEMSIZE[shape.element] // 16
-    make = online.make_one_pass
+def other_sizes(shape: Shape) -> Iterator[Variant]:
+    """one_pass, split and split_ahead with other shares of a row for a thread, chunk sizes and hints to the caches."""
+    element, count = shape.element, shape.cols * ITEMSIZE[shape.element] // 16
     for vectors in (1, 2, 4, 8):
         group = count // vectors
         if group * vectors != count or not 4 <= group <= 1024 or group & (group - 1):
             continue
-        short = group <= 32
-        for at_once in {1: (4, 8), 2: (2, 4), 4: (1, 2), 8: (1,)}[vectors] if short else (1,):
-            for threads in (128, 256) if short and at_once * vectors == 4 else (128,):
-                rows = threads // group if short else 1
-                blocks = -(-shape.rows // (rows * at_once))
-                for hint in ("once", "stream") if at_once * vectors >= 4 or not short else ("once",):
-                    fit = 1024 // group if vectors == 8 and not short else 0
-                    kernel = make(
-                        shape.element, group, vectors, rows, rows_at_once=at_once, exact=True, hint=hint,
-                        min_blocks=fit, arch=shape.arch,
-                    )  # fmt: skip
-                    name = f"one_pass {group}x{vectors} rows {rows}x{at_once} {hint}"
-                    yield Variant(name, kernel, blocks, group * rows)
-                    if hint == "stream" and not short:
-                        yield Variant(f"{name} resident", kernel, 0, group * rows)
-        if vectors == 4 and ITEMSIZE[shape.element] == 2:
-            rows = 128 // group if short else 1
-            kernel = make(
-                shape.element, group, 4, rows, exact=True, hint="stream", recompute=True,
-                min_blocks=0 if short else 1536 // group, arch=shape.arch,
-            )  # fmt: skip
-            yield Variant(
-                f"one_pass {group}x4 rows {rows}x1 stream recompute", kernel, -(-shape.rows // rows), group * rows
-            )
-
-
-def split_variants(shape: Shape) -> Iterator[Variant]:
-    """Chunk sizes, blocks a multiprocessor, and who gets which chunk."""
-    count = shape.cols * ITEMSIZE[shape.element] // 16
-    for threads, vectors, fit, hint, draws in (
-        (128, 8, 8, "once", True), (256, 8, 4, "stream", True), (256, 8, 4, "stream", False),
-        (512, 8, 2, "stream", True), (128, 16, 5, "stream", True), (256, 16, 2, "stream", True),
-        (256, 4, 6, "stream", True), (512, 4, 3, "stream", True), (1024, 8, 1, "stream", True),
-    ):  # fmt: skip
-        if count % (threads * vectors) or count // (threads * vectors) < 2:
-            continue
-        kernel = online.make_split(
-            shape.element, threads, vectors, exact=True, hint=hint, draws=draws, min_blocks=fit, arch=shape.arch
-        )
-        name = f"split {threads}x{vectors} fit {fit} {hint}{'' if draws else ' dealt'}"
-        yield Variant(name, kernel, 0, threads, count // (threads * vectors))
+        rows = max(1, 128 // group) if group <= 32 else 1
+        for at_once in (1, 2) if group <= 32 else (1,):
+            for hint in ("plain", "once"):
+                kernel = online.make_one_pass(
+                    element, group, vectors, rows, rows_at_once=at_once, exact=True, hint=hint
+                )  # fmt: skip
+                name = f"one_pass {group}x{vectors} rows {rows}x{at_once} {hint}"
+                yield Variant(name, kernel, -(-shape.rows // (rows * at_once)), group * rows)
+    for threads, vectors, fit in ((256, 8, 4), (512, 4, 4), (512, 8, 2)):
+        if count > threads * vectors and count % (threads * vectors) == 0:
+            kernel = online.make_split(element, threads, vectors, exact=True, min_blocks=fit)
+            yield Variant(f"split {threads}x{vectors}", kernel, 0, threads, count // (threads * vectors))
+    for threads, vectors, slots in ((256, 4, 3), (256, 8, 3), (512, 4, 3), (512, 8, 3)):
+        if online.can_load_ahead(shape) and count > threads * vectors:
+            kernel = online.make_split_ahead(element, threads, vectors, slots)
+            chunks, shared = -(-count // (threads * vectors)), shared_bytes(threads, vectors, slots)
+            yield Variant(f"split_ahead {threads}x{vectors} slots {slots}", kernel, 0, threads, chunks, shared)
 
 
 def measure(
-    element: str, cols: int, nbytes: int = 1 << 30, *, wide: bool = True, runs: int = 20, until: float = float("inf"),
+    element: str, cols: int, nbytes: int = 1 << 30, *, wide: bool = False, runs: int = 20, until: float = float("inf"),
     report: Callable[[Size, Measured], None] = lambda size, measured: None, only: str = "",
 ) -> Size:  # fmt: skip
     """Measure all kernels on one size.
@@ -162,7 +144,7 @@ def measure(
         element: float16, bfloat16 or float32.
         cols: elements a row.
         nbytes: of the tensor, about.
-        wide: try further variants of one_pass and split.
+        wide: try other sizes too.
         runs: calls that count, of which the median is taken.
         until: ``time.monotonic()`` after which further variants are left out.
         report: called with each result as it is there.
@@ -233,7 +215,7 @@ def launchable(variant: Variant, x: Any, out: Any, torch: Any) -> Callable[[], N
     if variant.chunks:
         scratch = torch.zeros(1 + x.shape[0] * variant.chunks, dtype=torch.int64, device="cuda")
         args = (x, out, scratch.view(torch.uint64))
-    ready = launcher.prepare(variant.kernel, args, machine="cuda")
+    ready = launcher.prepare(variant.kernel, args, shared=variant.shared, machine="cuda")
     grid, resident = variant.grid, ready.resident_blocks(variant.threads)
     if variant.chunks and resident < variant.chunks:
         raise ValueError(f"{variant.chunks} chunks a row; the GPU holds {resident} blocks")
@@ -274,6 +256,7 @@ def environment() -> dict[str, Any]:
     torch = _torch()
     from importlib.metadata import version
 
+    found["date"] = datetime.now(timezone.utc).date().isoformat()
     return found | {"torch": torch.__version__, "numba": numba.__version__, "numba-cuda": version("numba-cuda")}
 
 

@@ -32,7 +32,9 @@ def softmax(
     runs: Annotated[int, typer.Option(min=1, help="Calls that count; the median is taken.")] = 20,
     seconds: Annotated[float, typer.Option(help="After so long no further variant is begun.")] = 220.0,
     only: Annotated[str, typer.Option(help="Kernels alone whose name has this in it.")] = "",
-    plain: Annotated[bool, typer.Option("--plain", help="The kernels as launched, without further variants.")] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Other sizes of the kernels too, as they were chosen from.")
+    ] = False,
 ) -> None:
     """Every softmax kernel beside torch.softmax and a device copy."""
     from flashnumba.bench import softmax as benchmark
@@ -63,7 +65,7 @@ def softmax(
         )
         sizes.append(
             benchmark.measure(
-                element, length, megabytes << 20, wide=not plain, runs=runs, until=until, report=_line, only=only
+                element, length, megabytes << 20, wide=wide, runs=runs, until=until, report=_line, only=only
             )
         )
         text = json.dumps({"environment": found, "sizes": [s.record() for s in sizes]}, indent=1)

@@ -2,6 +2,7 @@
 raise none."""
 
 import pickle
+import re
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from flashnumba.machine import emulator
 from flashnumba.machine.emulator import Fault, faults
 from tests.machine.gallery import GALLERY, run
+from tests.machine.gallery.page import PAGE, refreshed
 
 SEEDS = range(8)
 KINDS = [k for k in vars(emulator).values() if isinstance(k, type) and issubclass(k, Fault) and k is not Fault]
@@ -89,3 +91,10 @@ def test_some_faults_are_found_with_checks_off(name, monkeypatch):
 )
 def test_ranges(numbers, text):
     assert faults.ranges(numbers) == text
+
+
+def test_the_page_on_reading_a_fault_shows_what_the_gallery_says():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == refreshed(page), "run python -m tests.machine.gallery.page"
+    sections = set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
+    assert {kind.__name__ for kind in KINDS} <= sections

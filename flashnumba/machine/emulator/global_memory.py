@@ -98,6 +98,7 @@ class GlobalMemory:
         self._align(address, nbytes, thread)
         region = self.find(address, nbytes, thread, True)
         self.stored += nbytes
+        thread.launch.progress += 1  # somebody may poll for it
         at = address - region.lo
         region.data[at : at + nbytes] = data
 

@@ -79,6 +79,10 @@ class _Math:
         raise AttributeError(f"math.{name} is not emulated")
 
 
+def _named(**functions: Any) -> Any:
+    return functions.items()
+
+
 def _ufunc(name: str, ufunc: Any) -> Any:
     def call(*args: Any) -> Any:
         return ufunc(
@@ -89,16 +93,16 @@ def _ufunc(name: str, ufunc: Any) -> Any:
     return staticmethod(call)
 
 
-for _name, _numpy in dict(
+for _name, _numpy in _named(
     exp=np.exp, exp2=np.exp2, expm1=np.expm1, log=np.log, log2=np.log2, log10=np.log10, log1p=np.log1p, sqrt=np.sqrt,
     sin=np.sin, cos=np.cos, tan=np.tan, tanh=np.tanh, sinh=np.sinh, cosh=np.cosh, fabs=np.fabs, pow=np.power,
     atan=np.arctan, atan2=np.arctan2, hypot=np.hypot, copysign=np.copysign, fmod=np.fmod,
-).items():  # fmt: skip
+):  # fmt: skip
     setattr(_Math, _name, _ufunc(_name, _numpy))
 for _name in ("isnan", "isinf", "isfinite"):
-    setattr(_Math, _name, staticmethod(lambda x, test=getattr(np, _name): bool(test(x))))
+    setattr(_Math, _name, staticmethod(lambda x, name=_name: bool(getattr(np, name)(x))))
 for _name in ("floor", "ceil"):
-    setattr(_Math, _name, staticmethod(lambda x, f=getattr(np, _name): int(f(x))))
+    setattr(_Math, _name, staticmethod(lambda x, name=_name: int(getattr(np, name)(x))))
 _Math.erf = staticmethod(lambda x: type(x)(host_math.erf(x)))  # type: ignore[attr-defined]
 MATH = _Math()
 
@@ -249,12 +253,12 @@ def _atomic(name: str, new: Any) -> Any:
     return staticmethod(call)
 
 
-for _name, _new in dict(
+for _name, _new in _named(
     add=lambda old, v: old + v, sub=lambda old, v: old - v, max=_max, min=_min, nanmax=_max, nanmin=_min,
     and_=lambda old, v: old & v, or_=lambda old, v: old | v, xor=lambda old, v: old ^ v, exch=lambda old, v: v,
     inc=lambda old, v: 0 if old >= v else old + 1, dec=lambda old, v: v if old == 0 or old > v else old - 1,
     cas=lambda old, expected, v: v if old == expected else old,
-).items():  # fmt: skip
+):  # fmt: skip
     setattr(_Atomic, _name, _atomic(_name, _new))
 
 

@@ -58,8 +58,8 @@ def _load(rank: int) -> Instruction:
         (Scalar("dst", "u32"), Scalar("map", "u64"), Scalar("bar", "u32"), *(Scalar(a, "i32") for a in axes)),
         arch="90",
         effect="control",
-        doc=f"Copy a box of a rank-{rank} tensor map to shared ``dst`` (a multiple of 128); the mbarrier ``bar`` counts all "
-        "its bytes.",
+        doc=f"Copy a box of a rank-{rank} tensor map to shared ``dst`` (a multiple of 128); mbarrier ``bar`` counts "
+        "all its bytes.",
     )
 
     def emulate(thread: Any, dst: int, tensor: Any, bar: int, *at: int) -> None:

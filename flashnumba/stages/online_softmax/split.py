@@ -23,8 +23,8 @@ __all__ = ["make_merge_row", "make_split"]
 
 @cache
 def make_merge_row(*, waits: bool = True, rescales: bool = True) -> DeviceFunction:
-    """``merge_row(address, chunks, state)`` for one warp: the state of a row whose ``chunks`` states, one uint64 each, are
-    published at ``address``; waits for those that are not there yet. False plants a fault."""
+    """``merge_row(address, chunks, state)`` for one warp: the state of a row whose ``chunks`` states, one uint64 each,
+    are published at ``address``; waits for those that are not there yet. False plants a fault."""
     over_max, over_sum = lanes_max(), lanes_sum()
 
     @device

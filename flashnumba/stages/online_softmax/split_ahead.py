@@ -33,21 +33,21 @@ def shared_bytes(threads: int, per_thread: int, slots: int) -> int:
 
 @cache
 def make_split_ahead(
-    element: str, threads: int = 512, per_thread: int = 8, slots: int = 3, *, hint: str = "plain", broken: str = ""
+    element: str, threads: int = 256, per_thread: int = 8, slots: int = 3, *, hint: str = "plain", broken: str = ""
 ) -> Kernel:
     """Rows of any length in chunks of ``threads * per_thread`` vectors of 16 bytes, a block a chunk at a time.
 
-    Since ``split``: there, a block that waits for its row's other chunks moves no data, and registers hold too few chunks
-    to cover that. Here chunks wait in ``slots`` of shared memory, filled by the copy engine, and a block works on two
-    of them in turn: it reduces and publishes the next chunk before it waits for the current row. ::
+    Since ``split``: there, a block that waits for its row's other chunks moves no data, and registers hold too few
+    chunks to cover that. Here chunks wait in ``slots`` of shared memory, filled by the copy engine. A block works on
+    two of them in turn: it reduces and publishes the next chunk before it waits for the current row. ::
 
         slot      0            1            2
                   write i      reduce i+1   load i+2      then slot 0 is loaded with chunk i+3
 
     Memory moves the same bytes, 1R+1W; only the waiting is covered. The kernel takes ``(x, out, scratch)`` as ``split``
-    does, but for the counter: chunk i goes to block i modulo the grid. Since a grid has at least as many blocks as a row
-    has chunks, a block never holds two chunks of one row, and the first chunk that is not published belongs to a block
-    that waits for nothing: no deadlock.
+    does, but for the counter: chunk i goes to block i modulo the grid. Since a grid has at least as many blocks as a
+    row has chunks, a block never holds two chunks of one row, and the first chunk that is not published belongs to a
+    block that waits for nothing: no deadlock.
 
     Args:
         element: float16, bfloat16 or float32. Rows start at multiples of 16 bytes and are multiples of 16 bytes long.
@@ -55,8 +55,8 @@ def make_split_ahead(
         per_thread: vectors of a chunk that a thread has.
         slots: chunks in shared memory, at least 2.
         hint: what the caches are told of the stores.
-        broken: plants a fault: ``"full"`` reads a slot without waiting for its copy, ``"free"`` loads into a slot before
-            all have read it, ``"bytes"`` expects too few, ``"publish"`` and ``"wait"`` as in ``split``.
+        broken: plants a fault: ``"full"`` reads a slot without waiting for its copy, ``"free"`` loads into a slot
+            before all have read it, ``"bytes"`` expects too few, ``"publish"`` and ``"wait"`` as in ``split``.
     """
     wide = vectors(element, 16, hint, "90")
     low, high, pack, larger, store_vector = wide.low, wide.high, wide.pack, wide.larger, wide.store

@@ -43,7 +43,7 @@ def to_device(array: np.ndarray) -> Any:
 
 
 def record(name: str, folder: Path) -> str:
-    """Run one program in a process of its own, which a fault would cost the device; returns why it failed, or nothing."""
+    """Run one program in a process of its own, since a fault costs it the device; why it failed, or nothing."""
     module = "tests.machine.conformance.record_programs"
     command = [sys.executable, "-m", module, str(folder / f"{name}.npz"), "--one", name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -80,7 +80,7 @@ def test_through_the_host(machine):
 
 
 def test_rows_that_the_copy_engine_cannot_bring():
-    with pytest.raises(ValueError, match="split_ahead needs rows that start at multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="split_ahead needs sm_90, and rows that start at multiples of 16 bytes"):
         simt.softmax(np.zeros((2, 33), np.float32), kernel="split_ahead", machine="emulator")
     with pytest.raises(ValueError, match="the GPU is sm_80: use split"):
         simt.plan_split_ahead(Shape("float32", 10, 1 << 17, 16, "80"))
