@@ -46,8 +46,8 @@ SAMPLE = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with the sizes it is made with; ``chunks`` a row where a row is split (``grid`` is then 0: as many blocks
-    as fit), ``shared`` bytes of dynamic shared memory."""
+    """A kernel with the sizes it is made with; ``chunks`` a row where a row is split (``grid`` is then 0: as many
+    blocks as fit), ``shared`` bytes of dynamic shared memory."""
 
     name: str
     kernel: Kernel
