@@ -74,8 +74,12 @@ def make_warp_per_row(element: str, warps: int = 4, arch: str = "80", broken: st
             if no_anchor:
                 origin = float32(0)
             d = float32(0)
+            lost = float32(0)  # what the last sum had no bits for: a lane may add 32768 terms (Kahan)
             for col in range(lane, cols, 32):
-                d += exponential(load(x, source, col), origin)
+                term = exponential(load(x, source, col), origin) - lost
+                total = d + term
+                lost = (total - d) - term
+                d = total
             share = inverse(over_sum(d))
             for col in range(lane, cols, 32):
                 store(out, row, col, exponential(load(x, source, col), origin) * share)
@@ -113,8 +117,12 @@ def make_block_per_row(element: str, threads: int = 256, arch: str = "80", broke
             # Its barrier also separates the last row's reads of ``sums`` from this row's writes.
             origin = anchor(block_max(maxima, m))
             d = float32(0)
+            lost = float32(0)  # as in warp_per_row
             for col in range(cuda.threadIdx.x, cols, step):
-                d += exponential(load(x, row, col), origin)
+                term = exponential(load(x, row, col), origin) - lost
+                total = d + term
+                lost = (total - d) - term
+                d = total
             # Its barrier also separates this row's reads of ``maxima`` from the next row's writes.
             share = inverse(block_sum(sums, d))
             for col in range(cuda.threadIdx.x, cols, step):
@@ -171,10 +179,12 @@ def make_vectorized(
             d = float32(0)
             for v in range(cuda.threadIdx.x, count, threads):
                 load(raw, 0, source + uint64(v * x_step))
+                part = float32(0)  # a vector's sum first: fewer roundings of a large sum
                 for i in range(words):
-                    d += exponential(low(raw[i]), origin)
+                    part += exponential(low(raw[i]), origin)
                     if pairs:
-                        d += exponential(high(raw[i]), origin)
+                        part += exponential(high(raw[i]), origin)
+                d += part
             share = inverse(block_sum(sums, d))
             for v in range(cuda.threadIdx.x, count, threads):
                 load(raw, 0, source + uint64(v * x_step))
