@@ -255,12 +255,15 @@ def test_host_time_of_a_launch(torch, capsys):
     with_handle = host_time(lambda: ready(37, 64, args, stream=0))
     prepared_ = host_time(lambda: ready(37, 64, args))
     launched = host_time(lambda: launch(weigh, 37, 64, args))
+    torchs = host_time(lambda: out.add_(1.0))
     with capsys.disabled():
         print(
             f"\nhost time of a launch of 7 arguments, 4 of them torch matrices: prepared {prepared_ * 1e6:.1f} us, "
-            f"with a stream given {with_handle * 1e6:.1f} us, launch() {launched * 1e6:.1f} us"
+            f"with a stream given {with_handle * 1e6:.1f} us, launch() {launched * 1e6:.1f} us; "
+            f"torch's own add_ of one tensor {torchs * 1e6:.1f} us"
         )
-    assert prepared_ <= 10e-6
+    # 10 us, or on a slow host what it makes of torch's own launch path.
+    assert prepared_ <= max(10e-6, 1.6 * torchs)
 
 
 def test_timing_agrees_with_torch(torch, capsys):

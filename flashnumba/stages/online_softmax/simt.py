@@ -233,10 +233,10 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
         name = choose(rows.shape) if kernel == "auto" else kernel
         plan = PLANS[name](rows.shape)
         if not run(rows, plan):
-            if kernel == "split":
+            if kernel != "auto":
                 raise ValueError(
                     f"x has rows of {rows.shape.cols} elements, {plan.chunks} chunks; this GPU does not run so many "
-                    "blocks at once as split needs: use two_pass"
+                    f"blocks at once as {kernel} needs: use two_pass"
                 )
             run(rows, plan_two_pass(rows.shape))
         RECIPES.add(key, rows, x, out)
