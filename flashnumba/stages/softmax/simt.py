@@ -179,8 +179,10 @@ def make_vectorized(
             d = float32(0)
             for v in range(cuda.threadIdx.x, count, threads):
                 load(raw, 0, source + uint64(v * x_step))
-                part = float32(0)  # a vector's sum first: fewer roundings of a large sum
-                for i in range(words):
+                part = exponential(low(raw[0]), origin)  # a vector's sum first: fewer roundings of a large sum
+                if pairs:
+                    part += exponential(high(raw[0]), origin)
+                for i in range(1, words):
                     part += exponential(low(raw[i]), origin)
                     if pairs:
                         part += exponential(high(raw[i]), origin)
