@@ -196,6 +196,8 @@ def _describe_torch(array: Any, name: str) -> Described:
 
 
 def _describe_numpy(array: np.ndarray, name: str, kind: str) -> Described:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; a kernel sees no masks, so fill it first, e.g. {name}.filled(...)")
     element = array.dtype.name
     dtype = kernel_dtype(element, name)
     if not array.dtype.isnative:
@@ -276,7 +278,7 @@ def host_view(array: Any, name: str = "array") -> np.ndarray:
     library = library_of(array)
     if library == "numpy":
         describe(array, name)
-        return _stored(array)
+        return _stored(array.view(np.ndarray))
     found = describe(array, name)
     if found.device is not None:
         raise ValueError(f"{name} is on cuda:{found.device}; here it must be in host memory")

@@ -8,6 +8,7 @@ knows a substitute for (``cuda``, instructions, device functions) exchanged.
 
 from __future__ import annotations
 
+import re
 import types as pytypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -83,7 +84,17 @@ def kernel(
     concurrent: bool = False,
     name: str = "",
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """Declare a kernel; the options are those of :class:`Kernel`."""
+    """Declare a kernel; the options are those of :class:`Kernel`.
+
+    Raises:
+        ValueError: threads outside 1 to 1024, a negative number of blocks, or no architecture like 80 or "90a".
+    """
+    if not isinstance(threads, int) or not 1 <= threads <= 1024:
+        raise ValueError(f"threads is {threads!r}; a block has 1 to 1024")
+    if not isinstance(min_blocks, int) or min_blocks < 0:
+        raise ValueError(f"min_blocks is {min_blocks!r}; it must be 0 or more")
+    if not re.fullmatch(r"\d{2,3}a?", str(arch)):
+        raise ValueError(f"arch is {arch!r}; it must be a compute capability like 80 or '90a'")
 
     def declare(function: Callable[..., Any]) -> Kernel:
         return Kernel(function, threads, min_blocks, str(arch), fastmath, concurrent, name)

@@ -52,14 +52,16 @@ class Emulated:
         meaning here."""
         from flashnumba.machine.emulator import launch as run
 
-        if 0 in dimensions(grid, "grid"):
-            return None
+        empty = 0 in dimensions(grid, "grid")
+        dimensions(block, "block")
         code = self.kernel.function.__code__
         names = code.co_varnames[: code.co_argcount]
         if len(args) != len(names):
             raise TypeError(
                 f"{self.kernel.__name__} takes {len(names)} arguments ({', '.join(names)}), not {len(args)}"
             )
+        if empty:
+            return None
         return run(self.kernel, grid, block, tuple(map(_emulated, args, names)), shared=self.shared, **self.emulate)
 
 

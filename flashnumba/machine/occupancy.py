@@ -68,8 +68,11 @@ class Machine:
         return max(0, min(share, self.block_shared))
 
     def registers_within(self, blocks: int, threads: int) -> int:
-        """Registers a thread may take if ``blocks`` of ``threads`` threads are to fit (0: too many threads)."""
+        """Registers a thread may take if ``blocks`` of ``threads`` threads are to fit (0: too many of them)."""
         warps = -(-_positive("threads", threads) // self.warp) * _positive("blocks", blocks)
+        room = self.threads is None or warps * self.warp <= self.threads
+        if threads > self.block_threads or not room or (self.blocks is not None and blocks > self.blocks):
+            return 0
         in_one_partition = -(-warps // self.partitions)
         a_warp = self.registers // self.partitions // in_one_partition // self.register_unit * self.register_unit
         return min(a_warp // self.warp, self.max_registers)

@@ -63,13 +63,13 @@ class Recipes:
         torch = sys.modules.get("torch")
         if torch is None or x.__class__ is not torch.Tensor or stream is not None or machine == "emulator":
             return None
-        if not x.is_cuda:
+        if not x.is_cuda or x.requires_grad:
             return None
         first = x.data_ptr()
         kind = (kernel, machine, x.dtype, x.shape, x.stride(), x.get_device(), first & 15)
         if out is None:
             return kind
-        if out.__class__ is not torch.Tensor or not out.is_cuda:
+        if out.__class__ is not torch.Tensor or not out.is_cuda or out.requires_grad:
             return None
         other = out.data_ptr()
         if other != first and first < other + _reach(out) and other < first + _reach(x):

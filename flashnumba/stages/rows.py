@@ -68,6 +68,7 @@ class Rows:
     _result: Any = None
     _copied: Any = None
     packed: bool = False
+    given: bool = False
     planned: tuple[Kernel, int, int, int, int] | None = None
 
     def launch(self, kernel: Kernel, grid: int, threads: int, *, shared: int = 0, scratch: int = 0) -> None:
@@ -90,7 +91,7 @@ class Rows:
         if self.found.kind == "jax":
             jax = sys.modules["jax"]
             if self.device is None:
-                return jax.numpy.asarray(self._result)
+                return self._result if self.given else jax.numpy.asarray(self._result)
             # JAX's streams cannot be followed, so nothing may be pending when it gets the result.
             gpu.call(gpu.bindings().cuStreamSynchronize, 0 if self.stream is None else stream_handle(self.stream))
         return self._result
@@ -135,6 +136,10 @@ def prepare_rows(
         raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(kernels)}")
     if machine not in MACHINES:
         raise ValueError(f"machine is {machine!r}; it must be one of {', '.join(MACHINES)}")
+    given = out is not None
+    for name, array in (("x", x), ("out", out)):
+        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and this function records none; pass {name}.detach()")
     found = describe(x, "x")
     if found.element not in ITEMSIZE:
         raise TypeError(f"x has elements of type {found.element}; softmax takes {', '.join(ITEMSIZE)}")
@@ -175,7 +180,7 @@ def prepare_rows(
         in_place = target.pointer == found.pointer
         shape = Shape(found.element, rows, cols, widest(found, source, target, sink, rows, cols), arch, in_place)
         views = (_view(x, found, rows, cols, source), _view(out, target, rows, cols, sink))
-    return Rows(shape, *views, machine, device, stream, found, result, copied, packed)
+    return Rows(shape, *views, machine, device, stream, found, result, copied, packed, given)
 
 
 def _check_out(x: Described, out: Described) -> None:
@@ -188,13 +193,26 @@ def _check_out(x: Described, out: Described) -> None:
         raise ValueError(f"out is {places[0]} and x {places[1]}; they must be in one place")
     if out.readonly:
         raise ValueError("out is read-only; it must be writable")
-    if any(n > 1 and step == 0 for n, step in zip(out.shape, out.strides, strict=True)) and 0 not in out.shape:
+    if _overlaps_itself(out):
         raise ValueError(
             f"out has strides {out.strides}, so several elements lie in one place; it must be a full array"
         )
     same = out.pointer == x.pointer and out.strides == x.strides
     if not same and _overlap(x, out):
         raise ValueError("out overlaps x in part; it must be x itself or lie apart from it")
+
+
+def _overlaps_itself(array: Described) -> bool:
+    """Whether two elements may share bytes: an axis steps by less than the smaller axes reach."""
+    if 0 in array.shape:
+        return False
+    reach = array.dtype.itemsize
+    axes = sorted((abs(step), n) for n, step in zip(array.shape, array.strides, strict=True) if n > 1)
+    for step, n in axes:
+        if step < reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 def _overlap(a: Described, b: Described) -> bool:

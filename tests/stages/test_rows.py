@@ -53,3 +53,24 @@ def test_overlap():
     assert not rows._overlap(describe(wide[:2]), describe(wide[2:]))
     assert not rows._overlap(describe(wide[::2]), describe(wide[1::2]))
     assert rows._overlap(describe(wide[:4, :4]), describe(wide[:4, :4].T))
+
+
+def test_an_output_that_overlaps_itself():
+    out = np.lib.stride_tricks.as_strided(np.zeros(200, np.float32), (4, 40), (4, 4))
+    with pytest.raises(ValueError, match="several elements lie in one place"):
+        rows.prepare_rows(np.zeros((4, 40), np.float32), out, "auto", ("a",), "emulator", None)
+    assert not rows._overlaps_itself(describe(np.zeros((3, 5), np.float32).T[::-1]))
+
+
+def test_masked_arrays_are_refused():
+    with pytest.raises(TypeError, match="x is a masked array"):
+        rows.prepare_rows(np.ma.zeros((2, 3), dtype=np.float32), None, "auto", ("a",), "emulator", None)
+
+
+def test_a_gradient_is_not_dropped_silently():
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(2, 3, requires_grad=True)
+    with pytest.raises(ValueError, match="x requires a gradient, and this function records none"):
+        rows.prepare_rows(x, None, "auto", ("a",), "emulator", None)
+    with torch.no_grad():
+        rows.prepare_rows(x, None, "auto", ("a",), "emulator", None)

@@ -253,6 +253,10 @@ class SharedArray(_Strided):
             thread.flush()  # a posted stmatrix writes before this reads
         if self.memory.checks:
             self.memory.check_read(at, at + self.itemsize, thread, align=self.itemsize)
+        if thread.last_read == at:
+            thread.reread(at, self.name)
+        else:
+            thread.last_read, thread.rereads = at, 0
         return self.data.item(i) if self.integer else self.data[i]
 
     def __setitem__(self, i: Any, value: Any) -> None:
@@ -285,8 +289,13 @@ class GlobalArray(_Strided):
             self.ndim > 1 and (i.__class__ is not tuple or len(i) < self.ndim or slice in map(type, i))
         ):
             return self.part(i)
-        self.offset(i)
+        at = self.address + self.offset(i)
         self.memory.loaded += self.itemsize
+        thread: Any = getcurrent()
+        if thread.last_read == at:
+            thread.reread(at, self.name)
+        else:
+            thread.last_read, thread.rereads = at, 0
         return self.data.item(i) if self.integer else self.data[i]
 
     def __setitem__(self, i: Any, value: Any) -> None:

@@ -94,13 +94,27 @@ def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     if not runs_on(arch, declared.arch):
         return _lacking(declared, arch)
     if declared.effect == "control":
-        emulate = declared.emulate
-        return lambda *args: emulate(getcurrent(), *args)
+        return _for_control(declared)
     if declared.quick is not None:
         return declared.quick
     if declared.group == "thread":
         return _for_thread(declared)
     return _for_group(declared)
+
+
+def _for_control(declared: Instruction) -> Callable[..., Any]:
+    """Arguments as the registers hold them: an integer of another width is cut to its operand's."""
+    emulate = declared.emulate
+    cut = [(at, dtype) for at, dtype, f in _layout(declared) if f is None and dtype is not None and dtype.kind in "iu"]
+
+    def call(*args: Any) -> Any:
+        for at, dtype in cut:
+            value = args[at]
+            if isinstance(value, (int, np.integer)) and not 0 <= value < 1 << (8 * dtype.itemsize - 1):
+                args = (*args[:at], wrapped(int(value), dtype).item(), *args[at + 1 :])
+        return emulate(getcurrent(), *args)
+
+    return call
 
 
 def _lacking(declared: Instruction, arch: str) -> Callable[..., Any]:

@@ -188,7 +188,7 @@ class UnsupportedInstruction(Fault):
     mend = "launch on an architecture that has the instruction, or write a path for the older one"
 
 
-class LaunchLimit(Fault):
+class LaunchLimit(Fault, ValueError):
     meaning = "threads or shared memory beyond the architecture's limits"
     mend = (
         "launch fewer threads a block, make the tiles smaller, or use dynamic shared memory where more than "

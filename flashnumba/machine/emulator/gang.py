@@ -117,7 +117,7 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
         )
     waiting = block.exchanges.setdefault(warp, [])
     for exchange in waiting:
-        if lane in exchange.members and lane not in exchange.values:
+        if exchange.mask == mask and lane not in exchange.values:
             break
     else:
         exchange = Exchange(kind, mask, block.lanes_of(mask), warp * 32)

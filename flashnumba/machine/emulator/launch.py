@@ -81,6 +81,9 @@ def launch(
     """
     if isinstance(getcurrent(), Thread):
         raise TypeError("a kernel cannot launch a kernel: launch() was called by an emulated thread")
+    arch = str(arch)
+    if arch.rstrip("a") not in SHARED_LIMIT:
+        raise ValueError(f"arch is {arch!r}; the emulator knows {', '.join(SHARED_LIMIT)}, each also with an a")
     with settings.using(arch=arch):
         return Launch(kernel, grid, block, args, shared, arch, checks, seed).run()
 

@@ -24,6 +24,9 @@ POLLS = (
 )
 
 
+_FLOATS = (float, np.floating)
+
+
 # -- casts ------------------------------------------------------------------------------------------------------------
 def _integer_cast(name: str) -> Any:
     """A function that cuts integers to a width as a register does, and says which dtype it stands for. Kernels hold
@@ -32,10 +35,20 @@ def _integer_cast(name: str) -> Any:
     mask = (1 << dtype.itemsize * 8) - 1
     half = (mask >> 1) + 1
 
+    low, high = (-half, half - 1) if dtype.kind == "i" else (0, mask)
+
+    def rounded(value: Any) -> int:
+        """A float toward zero, at the type's ends if it lies beyond, 0 for NaN: cvt.rzi."""
+        return 0 if value != value else low if value <= low else high if value >= high else int(value)
+
     def unsigned(value: Any = 0) -> int:
+        if isinstance(value, _FLOATS):
+            return rounded(value)
         return int(value) & mask
 
     def signed(value: Any = 0) -> int:
+        if isinstance(value, _FLOATS):
+            return rounded(value)
         return ((int(value) + half) & mask) - half
 
     cast: Any = signed if dtype.kind == "i" else unsigned
@@ -321,7 +334,7 @@ class _Cuda:
 
     threadfence_block = threadfence_system = threadfence
 
-    popc = staticmethod(lambda x: int(x).bit_count())
+    popc = staticmethod(lambda x: (int(x) & (0xFFFFFFFF if -(2**31) <= x < 2**32 else 2**64 - 1)).bit_count())
     ffs = staticmethod(lambda x: (int(x) & -int(x)).bit_length())
     fma = staticmethod(lambda a, b, c: type(a)(np.float64(a) * np.float64(b) + np.float64(c)))
     selp = staticmethod(lambda p, a, b: a if p else b)

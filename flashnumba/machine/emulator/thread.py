@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Dim3", "Thread"]
 
+SPIN = 10_000  # plain loads of one address in a row that are taken for waiting
+
 
 class Dim3:
     """Three integers, named as CUDA names them."""
@@ -55,6 +57,7 @@ class Thread(greenlet):
         self.bulk_groups: deque[list[Any]] = deque()
         self.wgmma_commits = 0
         self.flying: dict[Any, Any] = {}  # registers that a wgmma in flight uses: (array, first) -> see matrix_engine
+        self.last_read, self.rereads = -1, 0  # address of the last plain load of an array element; how often in a row
         self.seen: dict[int, int] = {}  # words that ordered loads have read last, by address
         self.polls, self.progress = 0, -1  # polls in vain, and the launch's progress at the first of them
         self.spins: dict[int, tuple[Any, int]] = {}  # address of a polled word: its value, and how often it was that
@@ -130,6 +133,12 @@ class Thread(greenlet):
         self.waiting = what
         self.give_way()
         self.waiting = None
+
+    def reread(self, address: int, name: str) -> None:
+        """A plain load of the address just loaded: many in a row are a spin, which lets the others go on."""
+        self.rereads += 1
+        if self.rereads >= SPIN:
+            self.poll(f"a change of {name}, which it loads again and again", SPIN)
 
     def flush(self) -> None:
         """Wait until every collective this thread has posted is executed."""

@@ -49,6 +49,11 @@ def test_more_chunks_than_a_warp_has_lanes():
     assert_softmax(out.array, x)
 
 
+def test_rows_backwards():
+    x = scores(4, 260, np.float32)[::-1]
+    assert_softmax(simt.softmax(x, kernel="split_ahead", machine="emulator"), x)
+
+
 def test_row_strides_and_in_place():
     wide = scores(4, 560, np.float32)
     x = wide[:, :520]
