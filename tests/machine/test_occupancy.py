@@ -169,10 +169,18 @@ def test_register_allocation_comes_in_256_a_warp():
 @given(st.sampled_from(NVIDIA), st.integers(1, 32), st.integers(1, 1024))
 def test_registers_within_is_the_largest_number_that_fits(machine, blocks, threads):
     within = machine.registers_within(blocks, threads)
-    if within:
-        assert budget(machine, threads=threads, registers=within).admits["registers"] >= blocks
+    if within == 0:
+        assert budget(machine, threads=threads, registers=1).blocks < blocks
+        return
+    assert budget(machine, threads=threads, registers=within).blocks >= blocks
     if within < machine.max_registers:
         assert budget(machine, threads=threads, registers=within + 1).admits["registers"] < blocks
+
+
+def test_registers_within_knows_the_other_limits():
+    hopper = machine_of("90")
+    assert hopper.registers_within(4, 1024) == hopper.registers_within(33, 32) == hopper.registers_within(1, 4096) == 0
+    assert hopper.registers_within(2, 1024) == 32
 
 
 @given(st.sampled_from([*NVIDIA, NOTES]), st.integers(1, 32))
