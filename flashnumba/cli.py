@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+from typing import Annotated
+
 import typer
 
 from flashnumba.commands import bench, doctor, lessons, resources, walkthrough
@@ -15,6 +18,27 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def version(wanted: bool) -> None:
+    """Print the version of the installed package and end the program, if that is wanted."""
+    if not wanted:
+        return
+    try:
+        typer.echo(f"flashnumba {metadata.version('flashnumba')}")
+    except metadata.PackageNotFoundError:
+        typer.echo("flashnumba, which runs from its source and is not installed")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    show: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """What stands before a command's name."""
+
 
 for command in (walkthrough, doctor, resources, bench, lessons):
     command.register(app)

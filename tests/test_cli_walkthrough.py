@@ -3,7 +3,7 @@
 import re
 import sys
 from dataclasses import replace
-from importlib import import_module
+from importlib import import_module, metadata
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -211,6 +211,19 @@ def test_help_names_the_commands():
     assert result.exit_code == 0
     assert "walkthrough" in result.stdout
     assert "lessons" in result.stdout
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: {"flashnumba": "1.2.3"}[name])
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, "flashnumba 1.2.3\n")
+
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, "flashnumba, which runs from its source and is not installed\n")
 
 
 def test_nan_is_never_printed_as_within_budget(kernels, tmp_path, monkeypatch):

@@ -12,7 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 from flashnumba.commands import doctor as room
-from flashnumba.machine import compiler, gpu
+from flashnumba.machine import compiler, gpu, install
+
+PIP = f"{install.python()} -m pip install "
 
 
 def found() -> dict[str, room.Check]:
@@ -75,7 +77,7 @@ def test_a_driver_older_than_the_wheels(a_gpu, monkeypatch):
     check = found()["driver"]
     assert check.state == "missing"
     assert check.found == "supports CUDA 12.4; cuda-bindings is 13.1.0"
-    assert "flashnumba[cu12]" in check.mend
+    assert check.mend == f"{install.extra('cu12')}  # or a newer driver"
 
 
 def test_a_gpu_that_does_not_answer(a_gpu, monkeypatch):
@@ -95,7 +97,7 @@ def test_without_numba_cuda(no_gpu, monkeypatch):
     without(monkeypatch, "numba-cuda")
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     assert found()["numba-cuda"] == room.Check(
-        "numba-cuda", "missing", "not installed", f"pip install numba-cuda=={room.NUMBA_CUDA}"
+        "numba-cuda", "missing", "not installed", install.pip(f"numba-cuda=={room.NUMBA_CUDA}")
     )
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     check = found()["numba-cuda"]
@@ -122,14 +124,14 @@ def test_versions_that_do_not_serve(no_gpu, monkeypatch, name, version, said):
     check = found()[name]
     assert check.state == "broken"
     assert check.found.startswith(said)
-    assert check.mend.startswith("pip install ")
+    assert check.mend.startswith(PIP)
 
 
 @pytest.mark.parametrize("name", ["greenlet", "ml_dtypes", "numba"])
 def test_what_the_emulator_needs(no_gpu, monkeypatch, name):
     without(monkeypatch, name)
     assert found()[name].state == "broken"
-    assert f"pip install {name}" in found()[name].mend
+    assert found()[name].mend.startswith(f"{PIP}{name}")
 
 
 def test_missing_numpy_is_said(no_gpu, monkeypatch):
@@ -144,11 +146,12 @@ def test_an_old_python(no_gpu, monkeypatch):
 
 
 def test_a_compiler_that_is_not_there(no_gpu, monkeypatch):
-    monkeypatch.setattr(compiler, "why_not", lambda: "the compiler libraries nvvm are not installed")
+    said = "the compiler libraries nvvm are not installed"
+    monkeypatch.setattr(compiler, "why_not", lambda: f"{said}: {install.extra('cu13')}")
     without(monkeypatch, **{"numba-cuda": room.NUMBA_CUDA})
     check = found()["compiler"]
-    assert check.state == "missing"
-    assert "flashnumba[cu13]" in check.mend
+    assert (check.state, check.found) == ("missing", said)
+    assert check.mend.startswith(install.extra("cu13"))
 
 
 def test_a_question_that_fails_is_an_answer(monkeypatch):
@@ -162,7 +165,7 @@ def test_a_question_that_fails_is_an_answer(monkeypatch):
 def test_optional_packages(no_gpu, monkeypatch):
     without(monkeypatch, "torch", "jax")
     monkeypatch.setattr(room, "find_spec", lambda name: None)
-    assert found()["torch"] == room.Check("torch", "optional", "for torch tensors in and out", "pip install torch")
+    assert found()["torch"] == room.Check("torch", "optional", "for torch tensors in and out", install.pip("torch"))
 
 
 @pytest.mark.parametrize(("broken", "code"), [("", 0), ("DeadlockError: stuck", 1)])
@@ -176,13 +179,35 @@ def test_exit_code_is_that_of_the_emulator(no_gpu, monkeypatch, broken, code):
     assert "numba-cuda" in result.output
 
 
-def test_the_table_shows_extras_in_brackets(no_gpu, monkeypatch):
+@pytest.mark.parametrize("root", [None, Path("/somewhere/else")])
+def test_every_command_is_for_the_python_that_runs(no_gpu, monkeypatch, root):
+    monkeypatch.setattr(install, "checkout", lambda: root)
+    monkeypatch.setattr(compiler, "why_not", lambda: "not there")
+    monkeypatch.setattr(room, "_try", lambda machine: "a wrong result")
+    monkeypatch.setattr(room, "find_spec", lambda name: None)
+    without(monkeypatch, "numpy", "numba", "greenlet", "ml_dtypes", "torch", "cupy-cuda13x", "jax")
+    mends = {check.name: check.mend for check in room.checks() if check.mend and check.name != "GPU"}
+    assert {"NumPy", "numba", "greenlet", "ml_dtypes", "emulator", "torch", "cupy", "jax"} <= set(mends)
+    assert [mend for mend in mends.values() if not mend.startswith(PIP)] == []
+    assert [mend for mend in mends.values() if "flashnumba" in mend.removeprefix(PIP)] == []
+
+
+def test_a_command_stands_on_a_line_of_its_own(no_gpu, monkeypatch):
+    monkeypatch.setattr(compiler, "why_not", lambda: "not there")
+    without(monkeypatch, **{"numba-cuda": room.NUMBA_CUDA})
+    app = typer.Typer()
+    room.register(app)
+    lines = CliRunner().invoke(app, [], env={"COLUMNS": "60"}).output.splitlines()
+    assert any(line.strip().startswith(install.extra("cu13")) for line in lines)
+
+
+def test_what_is_printed_shows_extras_in_brackets(no_gpu, monkeypatch):
     monkeypatch.setattr(compiler, "why_not", lambda: "not there")
     without(monkeypatch, **{"numba-cuda": room.NUMBA_CUDA})
     app = typer.Typer()
     room.register(app)
     result = CliRunner().invoke(app, [], env={"COLUMNS": "200"})
-    assert "flashnumba[cu13]" in result.output
+    assert install.extra("cu13") in result.output
     assert "A GPU cannot be used for want of: compiler, GPU." in result.output
 
 

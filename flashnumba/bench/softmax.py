@@ -17,7 +17,7 @@ import numpy as np
 
 from flashnumba.bench.timing import time_gpu
 from flashnumba.compare import compare
-from flashnumba.machine import gpu, launcher
+from flashnumba.machine import gpu, install, launcher
 from flashnumba.machine.function import Kernel
 from flashnumba.stages.online_softmax import simt as online
 from flashnumba.stages.online_softmax.split_ahead import shared_bytes
@@ -241,7 +241,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise RuntimeError(
-            "the softmax bench compares with torch, which is not installed: pip install torch"
+            f"the softmax bench compares with torch, which is not installed: {install.pip('torch')}"
         ) from error
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} sees no GPU; it must be a CUDA build")

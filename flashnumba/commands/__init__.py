@@ -15,7 +15,7 @@ MACHINES = ("auto", "cuda", "emulator")
 
 
 def refuse(message: str) -> NoReturn:
-    """End the program because of bad input: one line on standard error, exit code 2."""
+    """End the program because of bad input: a message on standard error, exit code 2."""
     typer.echo(f"flashnumba: {message}", err=True)
     raise typer.Exit(2)
 

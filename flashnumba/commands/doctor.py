@@ -15,19 +15,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from flashnumba.machine import install
+from flashnumba.machine.install import NUMBA, NUMBA_CUDA
+
 __all__ = ["Check", "checks", "doctor", "register"]
 
-NUMBA, NUMBA_CUDA = "0.68.1", "0.30.4"
+NUMPY = "numpy>=1.26,<2.5"
 RUNGS = (
     ("simt", "75", "CUDA cores"),
     ("mma", "80", "tensor cores through mma.sync, cp.async"),
     ("wgmma", "90a", "wgmma and tensor maps (Hopper)"),
 )
 OPTIONAL = (
-    ("torch", ("torch",), "torch tensors in and out", "pip install torch"),
-    ("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "CuPy arrays in and out", "pip install cupy-cuda13x"),
-    ("jax", ("jax",), "JAX arrays in and out", "pip install jax"),
-    ("jupytext", ("jupytext",), "opening the lessons", 'pip install "flashnumba[lessons]"'),
+    ("torch", ("torch",), "torch tensors in and out", install.pip("torch")),
+    ("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "CuPy arrays in and out", install.pip("cupy-cuda13x")),
+    ("jax", ("jax",), "JAX arrays in and out", install.pip("jax")),
+    ("jupytext", ("jupytext",), "opening the lessons", install.extra("lessons")),
 )
 
 
@@ -88,7 +91,7 @@ def _emulator_needs() -> Iterator[Check]:
     yield Check("Python", "broken" if old else "ok", text, "install Python 3.10 or newer" if old else "")
 
     numpy = installed("numpy")
-    mend = 'pip install "numpy>=1.26,<2.5"'
+    mend = install.pip(NUMPY)
     if not numpy:
         yield Check("NumPy", "broken", "not installed", mend)
     elif not (1, 26) <= numbers(numpy) < (2, 5):
@@ -98,7 +101,7 @@ def _emulator_needs() -> Iterator[Check]:
 
     for name, wanted in (("numba", NUMBA), ("greenlet", ""), ("ml_dtypes", "")):
         there = installed(name)
-        mend = f"pip install {name}=={wanted}" if wanted else f"pip install {name}"
+        mend = install.pip(f"{name}=={wanted}" if wanted else name)
         if not there:
             yield Check(name, "broken", "not installed", mend)
         elif wanted and there != wanted:
@@ -113,16 +116,18 @@ def _gpu_needs() -> Iterator[Check]:
         yield Check("numba-cuda", "missing", "has no macOS wheels; kernels run on the emulator")
         return
     if not there:
-        yield Check("numba-cuda", "missing", "not installed", f"pip install numba-cuda=={NUMBA_CUDA}")
+        yield Check("numba-cuda", "missing", "not installed", install.pip(f"numba-cuda=={NUMBA_CUDA}"))
         return
     if there != NUMBA_CUDA:
-        mend = f"pip install numba-cuda=={NUMBA_CUDA}"
+        mend = install.pip(f"numba-cuda=={NUMBA_CUDA}")
         yield Check("numba-cuda", "missing", f"{there}; tested with {NUMBA_CUDA}", mend)
     else:
         yield Check("numba-cuda", "ok", there)
     reason = _ask("flashnumba.machine.compiler", "why_not")
     if reason:
-        yield Check("compiler", "missing", reason, 'pip install "flashnumba[cu13]" (CUDA 12 driver: flashnumba[cu12])')
+        mend = install.extra("cu13")
+        said = reason.removesuffix(f": {mend}")
+        yield Check("compiler", "missing", said, f"{mend}  # cu12 with a driver for CUDA 12")
     else:
         yield Check(
             "compiler", "ok", f"NVVM, NVRTC and nvJitLink {installed('nvidia-nvjitlink', 'nvidia-nvjitlink-cu12')}"
@@ -138,9 +143,8 @@ def _gpu_needs() -> Iterator[Check]:
         driver, bindings = gpu.driver_version(), installed("cuda-bindings")
         if numbers(driver)[:1] < numbers(bindings)[:1]:
             said = f"supports CUDA {driver}; cuda-bindings is {bindings}"
-            yield Check(
-                "driver", "missing", said, f'pip install "flashnumba[cu{numbers(driver)[0]}]", or a newer driver'
-            )
+            mend = f"{install.extra(f'cu{numbers(driver)[0]}')}  # or a newer driver"
+            yield Check("driver", "missing", said, mend)
         else:
             yield Check("driver", "ok", f"supports CUDA {driver}")
         for device in range(gpu.device_count()):
@@ -189,7 +193,9 @@ def _try(machine: str) -> str:
 
 def _emulator_runs() -> Check:
     wrong = _try("emulator")
-    mend = "pip install --force-reinstall flashnumba"
+    root = install.checkout()
+    what = ("-e", str(root)) if root else (NUMPY, f"numba=={NUMBA}", "greenlet", "ml_dtypes")
+    mend = install.pip("--force-reinstall", *what)
     return Check("emulator", "broken", wrong, mend) if wrong else Check("emulator", "ok", "ran a kernel, result right")
 
 
@@ -221,12 +227,19 @@ def doctor() -> None:
     """Say what this machine can run, why not the rest, and what would mend it. Exit 0 if the emulator works."""
     found = checks()
     table = Table(title="flashnumba on this machine", title_justify="left")
-    for heading, options in (("", {"no_wrap": True}), ("", {}), ("found", {"ratio": 3}), ("to mend it", {"ratio": 2})):
+    for heading, options in (("", {"no_wrap": True}), ("", {}), ("found", {})):
         table.add_column(heading, overflow="fold", **options)
     for check in found:
-        table.add_row(check.name, MARKS[check.state], escape(check.found), escape(check.mend))
+        table.add_row(check.name, MARKS[check.state], escape(check.found))
     console = Console()
     console.print(table)
+    mends = [check for check in found if check.mend]
+    if mends:
+        console.print("\nTo mend or add what is not there:")
+    for check in mends:  # not in the table, whose folds would have to be taken out of a command that is copied
+        console.print(f"{check.name}:\n    {check.mend}", markup=False, highlight=False, soft_wrap=True)
+    if mends:
+        console.print()
     broken = [check.name for check in found if check.state == "broken"]
     missing = [check.name for check in found if check.state == "missing"]
     if broken:

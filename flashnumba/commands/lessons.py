@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from rich.markup import escape
 
 import flashnumba
 from flashnumba.ladder import STAGES
+from flashnumba.machine import install
 
 __all__ = ["folder", "register"]
 
@@ -38,7 +38,7 @@ def lessons() -> None:
         console.print(f"    {escape(where)}", highlight=False, soft_wrap=True)
     console.print("\nTo open them:", highlight=False)
     if find_spec("jupyterlab") is None:
-        what = f"{place.parent}[lessons]" if place.is_dir() else ".[lessons]"
-        console.print(f'    {sys.executable} -m pip install -e "{escape(what)}"', highlight=False, soft_wrap=True)
+        what = install.extra("lessons", place.parent if place.is_dir() else Path())
+        console.print(f"    {escape(what)}", highlight=False, soft_wrap=True)
     target = str(place) if place.is_dir() else "lessons"
-    console.print(f"    {sys.executable} -m jupyterlab {escape(target)}", highlight=False, soft_wrap=True)
+    console.print(f"    {install.python()} -m jupyterlab {escape(target)}", highlight=False, soft_wrap=True)

@@ -17,7 +17,19 @@ from flashnumba.machine.occupancy import NOTES, budget
 
 __all__ = ["notes_sums", "register", "resources"]
 
-LEAST_WIDTH = 120  # where no terminal says how wide a line may be
+KNOWN = ", ".join(target.removesuffix("a") for target in TARGETS)
+COLUMNS = (
+    ("arch", "left", len("sm_100a")), ("regs", "right", 4), ("spill", "right", 5), ("stack", "right", 5),
+    ("shared", "right", 6), ("blocks", "right", 6), ("occ.", "right", 4), ("limit", "left", len("shared memory")),
+    ("notes", "right", 5),
+)  # fmt: skip
+"""Heading, justification and least width; the least widths align the tables of all kernels. Only ``limit`` wraps."""
+
+LEGEND = (
+    "regs: registers a thread. spill, stack: bytes a thread. shared: KB a block.\n"
+    "blocks: how many a multiprocessor holds. occ.: its warps over its warp slots.\n"
+    "limit: what admits no more blocks. notes: blocks on the notes' machine, below.\n"
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -25,49 +37,61 @@ def register(app: typer.Typer) -> None:
 
 
 def resources(
-    kernel: Annotated[str, typer.Option(help="Kernels whose name contains this.")] = "",
-    arch: Annotated[str, typer.Option(help="Compute capabilities, e.g. 75,80,90; all that a kernel claims.")] = "",
+    kernel: Annotated[str, typer.Option(help="Kernels whose name contains this.", show_default="all")] = "",
+    arch: Annotated[
+        str,
+        typer.Option(help=f"Compute capabilities, with commas: any of {KNOWN}.", show_default="all a kernel claims"),
+    ] = "",
+    check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is any remark.")] = False,
 ) -> None:
-    """What each kernel takes of a multiprocessor, on every architecture it claims. No GPU and no driver is needed.
+    """What each kernel takes of a multiprocessor, on every architecture it claims.
+    No GPU and no driver is needed.
 
-    Registers, spills and stack are those of NVIDIA's assembler; blocks follow from them and from what a multiprocessor
-    has. The last column asks the same of the machine of the technical notes.
+    Registers, spills and stack are those of NVIDIA's assembler; blocks follow
+    from them and from what a multiprocessor has. The last column asks the same
+    of the machine of the technical notes.
+
+    A remark below a kernel's rows says what no kernel should do: spill, keep
+    arrays in local memory, compute in double precision, not fit, and so on.
+    Remarks do not change the exit code unless --check is given.
     """
     from flashnumba.ladder import compile_cases
 
     if why_not():
         refuse(why_not())
-    cases = [case for case in compile_cases() if kernel in case.name]
+    known = tuple(compile_cases())
+    cases = [case for case in known if kernel in case.name]
     if not cases:
-        refuse(f"--kernel is {kernel!r}; the kernels are {', '.join(sorted({case.name for case in compile_cases()}))}")
+        stems = dict.fromkeys(case.name.split()[0] for case in known)
+        refuse("\n    ".join([f"--kernel is {kernel!r}, which is in no kernel's name; they begin with", *stems]))
     wanted = _architectures(arch)
-    plan = [(case, target) for case in cases for target in architectures(case.kernel) if target in wanted]
+    plan = [(case, [target for target in architectures(case.kernel) if target in wanted]) for case in cases]
+    plan = [(case, targets) for case, targets in plan if targets]
     if not plan:
         refuse(f"--arch is {arch!r}; these kernels need sm_{' or sm_'.join(sorted({c.kernel.arch for c in cases}))}")
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, LEAST_WIDTH))
-    table, remarks = _table(), []
+    console, count = Console(), 0
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
     )  # fmt: skip
+    console.print(LEGEND, highlight=False)
     with bar:
-        task = bar.add_task("compile", total=len(plan))
-        before = None
-        for case, target in plan:
-            bar.update(task, description=f"{case.name} for sm_{target}")
-            if before not in (None, case):
-                table.add_section()
-            table.add_row(*_cells(case, compile_kernel(case.kernel, case.signature, target), first=case is not before))
-            remarks += [f"{case.name}, sm_{target}: {said}" for said in problems(case, target)]
-            before = case
-            bar.advance(task)
-    console.print(table)
-    for line in remarks:
-        console.print(line, style="yellow", highlight=False, soft_wrap=True)
+        task = bar.add_task("compile", total=sum(len(targets) for _, targets in plan))
+        for case, targets in plan:
+            rows, remarks = [], []
+            for target in targets:
+                bar.update(task, description=f"sm_{target}")
+                rows.append(compile_kernel(case.kernel, case.signature, target))
+                remarks += [f"{case.name}, sm_{target}: {said}" for said in problems(case, target)]
+                bar.advance(task)
+            _show(console, case, rows, remarks)
+            count += len(remarks)
     console.print(notes_sums(), highlight=False, soft_wrap=True)
+    if count:
+        console.print(f"{count} remark{'s' if count > 1 else ''} above.", style="yellow", highlight=False)
+    if count and check:
+        raise typer.Exit(1)
 
 
 def notes_sums() -> str:
@@ -91,26 +115,28 @@ def _architectures(text: str) -> set[str]:
     return {known[name] for name in names} or set(TARGETS)
 
 
-def _table() -> Table:
-    table = Table(title="Resources of each kernel, as compiled", title_justify="left", box=None, pad_edge=False)
-    for name, justify in (
-        ("kernel", "left"), ("arch", "left"), ("threads", "right"), ("registers", "right"), ("spills B", "right"),
-        ("stack B", "right"), ("shared KB", "right"), ("blocks", "right"), ("occupancy", "right"), ("limit", "left"),
-        ("notes' blocks", "right"),
-    ):  # fmt: skip
-        table.add_column(name, justify=justify, no_wrap=name != "kernel", overflow="fold")
-    return table
+def _show(console: Console, case: CompileCase, rows: Sequence[Compiled], remarks: Sequence[str]) -> None:
+    """A kernel's name on a line of its own, its table, and its remarks."""
+    console.print(case.name, style="bold", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{case.threads} threads a block", style="dim", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for heading, justify, width in COLUMNS:
+        table.add_column(heading, justify=justify, min_width=width, no_wrap=heading != "limit", overflow="fold")
+    for made in rows:
+        table.add_row(*_cells(case, made))
+    console.print(table)
+    for line in remarks:
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print()
 
 
-def _cells(case: CompileCase, made: Compiled, first: bool) -> Sequence[str]:
+def _cells(case: CompileCase, made: Compiled) -> Sequence[str]:
     shared = made.shared + case.shared
     here = budget_of(case, made)
     notes = budget(NOTES, threads=case.threads, registers=made.registers, shared=shared)
     spills = made.spill_stores + made.spill_loads
     return (
-        case.name if first else "",
         f"sm_{made.arch}",
-        str(case.threads),
         str(made.registers),
         f"[bold red]{spills}[/]" if spills else "0",
         f"[bold red]{made.stack}[/]" if made.stack else "0",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flashnumba.machine import install
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.instruction import runs_on
 from flashnumba.machine.numba import CAN_COMPILE, types
@@ -57,7 +59,6 @@ ARCHITECTURES = ("75", "80", "86", "89", "90", "90a", "100", "100a", "120", "120
 TARGETS = ("75", "80", "86", "89", "90a", "100a", "120a")
 """What a launch compiles for: from compute capability 9.0 on, Numba asks for the architecture's own features."""
 
-_INSTALL = 'pip install "flashnumba[cu13]"'
 _LOCK = threading.RLock()
 
 
@@ -118,9 +119,11 @@ class Compiled:
 
 @lru_cache(maxsize=1)
 def why_not() -> str:
-    """Why this machine cannot compile kernels, and the command that mends it; empty if it can."""
+    """Why this machine cannot compile kernels, and the command that mends it if one does; empty if it can."""
+    if not CAN_COMPILE and sys.platform == "darwin":
+        return "numba-cuda is not installed; it has no macOS wheels"
     if not CAN_COMPILE:
-        return f"numba-cuda is not installed (it has Linux and Windows wheels); there: {_INSTALL}"
+        return f"numba-cuda is not installed: {install.extra('cu13')}"
     from cuda import pathfinder
 
     missing = []
@@ -129,7 +132,7 @@ def why_not() -> str:
             pathfinder.load_nvidia_dynamic_lib(name)
         except (pathfinder.DynamicLibNotFoundError, RuntimeError, OSError):
             missing.append(name)
-    return f"the compiler libraries {', '.join(missing)} are not installed: {_INSTALL}" if missing else ""
+    return f"the compiler libraries {', '.join(missing)} are not installed: {install.extra('cu13')}" if missing else ""
 
 
 def architectures(kernel: Kernel) -> tuple[str, ...]:
@@ -178,7 +181,7 @@ def sass(kernel: Kernel, signature: tuple[Any, ...], arch: str | int) -> str:
 
     tool = pathfinder.find_nvidia_binary_utility("nvdisasm")
     if tool is None:
-        raise RuntimeError("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
+        raise RuntimeError(f"nvdisasm is not installed: {install.pip('nvidia-cuda-nvdisasm')}")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(compiled.cubin)

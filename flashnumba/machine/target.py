@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flashnumba.machine import ranges
+from flashnumba.machine import install, ranges
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange, named_values
 from flashnumba.machine.instruction import Instruction, runs_on
 from flashnumba.machine.numba import CAN_COMPILE, cuda, types
@@ -35,7 +35,7 @@ def numba_target(kernel: Kernel) -> Callable[..., None]:
     if not CAN_COMPILE:
         raise RuntimeError(
             "numba-cuda is not installed, so kernels run on the emulator only; "
-            'on Linux and Windows: pip install "flashnumba[cu13]"'
+            f"on Linux and Windows: {install.extra('cu13')}"
         )
     ranges.install()
     with _LOCK:

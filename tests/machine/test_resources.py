@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import flashnumba.ladder
+from flashnumba.cli import app
 from flashnumba.commands import resources
-from flashnumba.machine.compiler import CompileCase, signature_of, why_not
+from flashnumba.machine import install
+from flashnumba.machine.compiler import CompileCase, Compiled, signature_of, why_not
 from flashnumba.machine.function import kernel
 from flashnumba.machine.numba import cuda, float32, uint32
+from flashnumba.machine.occupancy import Budget, machine_of
 
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "the compiler is installed")
 FLOATS = np.zeros(1024, np.float32)
@@ -52,13 +57,13 @@ def run(monkeypatch):
 def test_a_row_for_each_kernel_and_architecture_it_claims(run):
     result = run()
     assert result.exit_code == 0
-    rows = [line for line in result.output.splitlines() if " sm_" in line and ":" not in line]
+    rows = [line for line in result.output.splitlines() if line.startswith("sm_")]
     assert [word for line in rows for word in line.split() if word.startswith("sm_")] == [
         "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a", "sm_90a",
     ]  # fmt: skip
     words = rows[1].split()
-    assert words[1] == "128"
-    assert words[5:8] == ["48", "3", "19%"]
+    assert words[4:7] == ["48", "3", "19%"]
+    assert "128 threads a block" in result.output
     assert "shared memory" in rows[1]
     assert "memory, sm_90a: 256 bytes of arrays are in local memory, not in registers" in result.output
     assert "memory, sm_90a: double precision: cvt.f64.f32" in result.output
@@ -75,14 +80,17 @@ def test_the_notes_sums_stand_below(run):
 def test_kernels_and_architectures_are_chosen(run):
     result = run("--kernel", "cop", "--arch", "75, 90")
     assert result.exit_code == 0
-    assert [line.split("sm_")[1].split()[0] for line in result.output.splitlines() if " sm_" in line] == ["75", "90a"]
+    assert [line.split()[0] for line in result.output.splitlines() if line.startswith("sm_")] == ["sm_75", "sm_90a"]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kernel", "nothing"), "--kernel is 'nothing'; the kernels are copy, memory"),
+        (
+            ("--kernel", "nothing"),
+            "--kernel is 'nothing', which is in no kernel's name; they begin with\n    copy\n    memory\n",
+        ),
         (("--arch", "80,70"), "--arch is '80,70'; '70' is not one of 75, 80, 86, 89, 90, 100, 120"),
         (("--kernel", "memory", "--arch", "80"), "--arch is '80'; these kernels need sm_90a"),
     ],
@@ -94,7 +102,77 @@ def test_what_is_not_there_is_refused(run, arguments, message):
 
 
 def test_without_the_compiler_the_command_that_mends_it_is_named(run, monkeypatch):
-    monkeypatch.setattr(resources, "why_not", lambda: 'no compiler: pip install "flashnumba[cu13]"')
+    monkeypatch.setattr(resources, "why_not", lambda: f"no compiler: {install.extra('cu13')}")
     result = run()
     assert result.exit_code == 2
-    assert 'pip install "flashnumba[cu13]"' in result.output
+    assert install.extra("cu13") in result.output
+
+
+WIDEST = "online_softmax.split_ahead bfloat16 262144 by 16 bytes, sm_90 on, with a name wider than a terminal [is]"
+
+
+@pytest.fixture
+def run_widest(monkeypatch, run):
+    """The command on made-up results in which every column is as wide as it gets; no compiler is needed."""
+    made = Compiled(
+        name="wide", arch="100a", registers=255, spill_stores=50000, spill_loads=40000, stack=65536, shared=227 * 1024,
+        barriers=16, local_memory=0, uses_f64=False, census={}, warnings=(), ptx="", cubin=b"",
+    )  # fmt: skip
+    limits = dict.fromkeys(("registers", "shared memory", "threads", "block slots", "barriers"), 32)
+    here = Budget(machine_of("100a"), threads=64, takes=limits, holds=limits, admits=limits)
+    case = CompileCase(WIDEST, copies, (), threads=64, shared=512)
+    monkeypatch.setattr(flashnumba.ladder, "compile_cases", lambda: (case,))
+    monkeypatch.setattr(resources, "why_not", lambda: "")
+    monkeypatch.setattr(resources, "compile_kernel", lambda kernel, signature, target: replace(made, arch=target))
+    monkeypatch.setattr(resources, "budget_of", lambda case, made: here)
+
+    def said(remarks, *arguments, columns=80):
+        monkeypatch.setattr(resources, "problems", lambda case, target: list(remarks))
+        app = typer.Typer()
+        resources.register(app)
+        return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
+
+    return said
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_widest_row_is_whole(run_widest, columns):
+    lines = run_widest((), "--arch", "100", columns=columns).output.splitlines()
+    assert WIDEST in lines
+    heading = next(line for line in lines if line.startswith("arch "))
+    assert heading.split() == ["arch", "regs", "spill", "stack", "shared", "blocks", "occ.", "limit", "notes"]
+    at = next(i for i, line in enumerate(lines) if line.startswith("sm_100a "))
+    assert lines[at].split()[:7] == ["sm_100a", "255", "90000", "65536", "227.5", "32", "100%"]
+    below = " ".join(lines[at:-1])
+    for word in ("registers,", "shared", "memory,", "threads,", "block", "slots,", "barriers"):  # the column wraps
+        assert word in below.split()
+    assert max(map(len, lines[at - 1 : at + 3])) <= columns
+
+
+@pytest.mark.parametrize(
+    ("remarks", "arguments", "code"),
+    [((), (), 0), ((), ("--check",), 0), (("spills [%r1]",), (), 0), (("spills [%r1]",), ("--check",), 1)],
+)
+def test_remarks_count_only_where_they_are_checked(run_widest, remarks, arguments, code):
+    result = run_widest(remarks, "--arch", "75,100", *arguments)
+    assert result.exit_code == code
+    assert (f"{WIDEST}, sm_75: spills [%r1]\n" in result.output) is bool(remarks)
+    assert ("2 remarks above." in result.output) is bool(remarks)
+
+
+def test_help_names_the_architectures_and_what_remarks_do(run):
+    text = " ".join(CliRunner().invoke(app, ["resources", "--help"], env={"COLUMNS": "200"}).output.split())
+    assert "75, 80, 86, 89, 90, 100, 120" in text
+    assert "Remarks do not change the exit code unless --check is given." in text
+
+
+def test_a_kernel_is_shown_before_the_next_is_compiled(run_widest, monkeypatch):
+    order = []
+    copy = CompileCase("second", copies, (), threads=64)
+    first = flashnumba.ladder.compile_cases()
+    monkeypatch.setattr(flashnumba.ladder, "compile_cases", lambda: (*first, copy))
+    compiled, show = resources.compile_kernel, resources._show
+    monkeypatch.setattr(resources, "compile_kernel", lambda *a: (order.append("compile"), compiled(*a))[1])
+    monkeypatch.setattr(resources, "_show", lambda *a: (order.append("show"), show(*a))[1])
+    assert run_widest((), "--arch", "80").exit_code == 0
+    assert order == ["compile", "show"] * 2
