@@ -6,14 +6,11 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
-#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
 #     name: python3
 # ---
-
-# %%
 
 # %% [markdown]
 # # 2. Online softmax: one pass for two numbers, and an operator that merges
@@ -686,8 +683,7 @@ lesson.table(
 
 # %% [markdown]
 # With three times the registers, the notes' machine holds three blocks where an H200 holds one: while one block waits
-# for its rows, two others work. An H200 gets the same from smaller pieces: 32 words a thread, and 512 or
-# 1024 threads.
+# for its rows, two others work. An H200 gets the same from smaller pieces: 32 words a thread, and 512 or 1024 threads.
 #
 # ## Limits
 #
