@@ -93,15 +93,17 @@ def _line_with(words: str, lines: Sequence[str], start: int) -> int:
 # -- tables -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Table:
-    """Rows under a header, all as text."""
+    """Rows under a header, all as text, and a note below."""
 
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    note: str = ""
 
     def __str__(self) -> str:
         lines = [self.header, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        text = "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return f"{text}\n{self.note}" if self.note else text
 
     __repr__ = __str__
 
@@ -111,13 +113,14 @@ class Table:
             return "<tr>" + "".join(f'<{tag} style="{style}">{escape(c)}</{tag}>' for c in cells) + "</tr>"
 
         body = "".join(line(row, "td") for row in self.rows)
-        return f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>"
+        below = f"<p>{escape(self.note)}</p>" if self.note else ""
+        return f"<table><thead>{line(self.header, 'th')}</thead><tbody>{body}</tbody></table>{below}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """A table; floats are given four significant digits."""
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], note: str = "") -> Table:
+    """A table; floats are given four significant digits. ``note``: text below it."""
     shown = tuple(tuple(f"{c:.4g}" if isinstance(c, float) else str(c) for c in row) for row in rows)
-    return Table(tuple(header), shown)
+    return Table(tuple(header), shown, note)
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ def show_results(kernels: Sequence[str]) -> Table | None:
     """What ``flashnumba bench softmax`` measured, from ``docs/results/softmax.json``.
 
     Where and when is printed. The table has the speed of each kernel and of torch as a share of a device copy's, one
-    read and one write of the tensor counted for all.
+    read and one write of the tensor counted for all; a note below it says so.
 
     Args:
         kernels: names of kernels; the best of a kernel's variants is shown.
@@ -229,7 +232,11 @@ def show_results(kernels: Sequence[str]) -> Table | None:
 
     columns = [*kernels, "torch.softmax"]
     rows = [(s["element"], s["rows"], s["cols"], *(best(s, name) for name in columns)) for s in held["sizes"]]
-    return table(("element", "rows", "columns", *columns), rows)
+    note = (
+        "Share of a device copy's speed; one read + one write counted for all. "
+        '"-": does not take this size or was not run. A few percent are noise.'
+    )
+    return table(("element", "rows", "columns", *columns), rows, note)
 
 
 def speeds(softmax: Callable[..., Any], kernels: Sequence[str], x: np.ndarray) -> Table:

@@ -159,10 +159,12 @@ def test_any_number_of_lessons(names: list[str], tmp_path: Path) -> None:
         lesson(tmp_path / "lessons", name)
     assert generators.copy_lessons(tmp_path / "lessons", tmp_path / "docs") == names
     assert sorted(path.stem for path in (tmp_path / "docs").iterdir()) == names
-    page = tables.lessons(names)
+    page = tables.lessons(names, execute=False)
     assert ("toctree" in page) == bool(names)
     assert all(f"\n/lessons/{name}\n" in page for name in names)
     assert page.count("to come") == 2 - len(names)
+    assert page.startswith(tables.NOT_EXECUTED)
+    assert tables.lessons(names, execute=True) == page.replace(tables.NOT_EXECUTED, tables.EXECUTED)
 
 
 def test_a_lesson_taken_away_leaves_the_site(tmp_path: Path) -> None:
@@ -197,9 +199,9 @@ def test_results_are_shown_with_their_device_and_date(tmp_path: Path) -> None:
     page = results.page(tmp_path)
     assert page.startswith("## Some bench\n\n- device: NVIDIA H200\n- date: 2026-11-29\n- torch: 2.11\n")
     fastest, details = page.split("<details>")
-    assert "| element | cols | MB | name | ms | of copy |" in fastest
+    assert "| element | columns | MB | kernel | ms | of copy |" in fastest
     assert "| float16 | 128 | 1024 | quick | 0.6 | 0.8333 |" in fastest and "slow" not in fastest
-    assert "<summary>element float16, cols 128, MB 1024</summary>" in details
+    assert "<summary>element float16, columns 128, MB 1024</summary>" in details
     for row in ("| copy | 0.5 | 4.25 | - |", "| slow | 0.7 | - | 0.7143 |", "| unfit | - | - | - |"):
         assert row in details
     assert "note" not in page, "a column without a word in it"

@@ -54,6 +54,9 @@ def test_table():
         "<table><thead><tr><th>a</th><th>b&lt;c</th></tr></thead>"
         "<tbody><tr><td>x</td><td>0.1235</td></tr><tr><td>long</td><td>2</td></tr></tbody></table>"
     )
+    noted = lesson.table(("a",), [("x",)], note="1 < 2")
+    assert str(noted) == "a\nx\n1 < 2"
+    assert noted._repr_html_().endswith("</table><p>1 &lt; 2</p>")
 
 
 @pytest.mark.parametrize(
@@ -109,3 +112,4 @@ def test_results_are_shown_as_they_were_written(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == "device H200, date today\n"
     assert shown.header == ("element", "rows", "columns", "a", "b", "torch.softmax")
     assert shown.rows == (("float16", "8", "128", "90%", "-", "80%"),)
+    assert "Share of a device copy's speed" in shown.note

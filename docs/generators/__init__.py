@@ -46,7 +46,7 @@ def write(docs: Path, *, execute: bool, root: Path | None = None) -> None:
     pages = {
         "instructions": instructions.table(),
         "ladder": tables.ladder(lessons),
-        "lessons": tables.lessons(lessons),
+        "lessons": tables.lessons(lessons, execute=execute),
         "faults": tables.faults(),
         "conformance": tables.conformance(root / "tests" / "machine" / "conformance"),
         "tensor_core": tables.tensor_core(),

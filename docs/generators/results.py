@@ -17,10 +17,11 @@ from generators.tables import markdown
 
 __all__ = ["cell", "page", "section"]
 
-NONE = "No result file is in `docs/results`. `flashnumba bench`, on a GPU, writes them.\n"
+NONE = "No result file is in `docs/results`. `flashnumba bench softmax`, on a GPU, writes them.\n"
 PEERS = ("copy", "torch.softmax")
 """Names under which something is measured that is no kernel of ours."""
 UNITS = {"seconds": ("ms", 1e3), "bytes_per_second": ("TB/s", 1e-12), "nbytes": ("MB", 2.0**-20)}
+HEADS = {"name": "kernel", "cols": "columns", "of_torch": "x torch"}
 Row = Mapping[str, Any]
 
 
@@ -79,7 +80,7 @@ def shown(row: Row) -> dict[str, str]:
     """Headings and cells of a row, in units that people read."""
     found = {}
     for key, value in row.items():
-        unit, factor = UNITS.get(key, (key.replace("_", " "), 1))
+        unit, factor = UNITS.get(key, (HEADS.get(key, key.replace("_", " ")), 1))
         found[unit] = cell(value * factor if key in UNITS and value is not None else value)
     return found
 

@@ -19,6 +19,10 @@ from flashnumba.machine.occupancy import MACHINES, NOTES, budget, draw_budget
 __all__ = ["budgets", "conformance", "draw_budgets", "faults", "ladder", "lessons", "markdown", "tensor_core"]
 
 
+EXECUTED = "The pages here were executed by the build of this site.\n"
+NOT_EXECUTED = "This build ran no lesson, so the pages have no outputs.\n"
+
+
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table; bars within cells are escaped."""
     lines = [heads, ["---"] * len(heads), *rows]
@@ -50,15 +54,16 @@ def needs(rung: Rung) -> str:
     return "NumPy" if rung.tier == "reference" else f"sm_{rung.arch}"
 
 
-def lessons(there: Sequence[str]) -> str:
-    """What the lessons are, and a table of contents of those that exist."""
+def lessons(there: Sequence[str], *, execute: bool) -> str:
+    """What the lessons are, whether the build executes them, and a table of contents of those that exist."""
     rows = []
     for stage in STAGES:
         exists = stage.lesson in there
         name = f"[{stage.lesson}](/lessons/{stage.lesson}.ipynb)" if exists else f"{stage.lesson} (to come)"
         rows.append((name, stage.title, stage.question))
     contents = "```{toctree}\n:hidden:\n\n" + "".join(f"/lessons/{name}\n" for name in there) + "```\n"
-    return markdown(("lesson", "stage", "question"), rows) + ("\n" + contents if there else "")
+    text = EXECUTED if execute else NOT_EXECUTED
+    return f"{text}\n" + markdown(("lesson", "stage", "question"), rows) + ("\n" + contents if there else "")
 
 
 # -- the emulator ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from flashnumba.ladder import STAGES
 __all__ = ["write"]
 
 NOT_RUN = "This build ran no kernels, so the table and the figures are left out.\n"
+WAS_RUN = "On the emulator, when this page was built:\n\n"
 RUN = "from flashnumba.cli import main; main()"
 
 
@@ -31,7 +32,7 @@ def write(folder: Path, *, execute: bool) -> None:
     if done.returncode:
         raise RuntimeError(f"flashnumba walkthrough ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     printed = "\n".join(line.rstrip() for line in done.stdout.splitlines() if not line.startswith("figure: "))
-    text = f"```{{code-block}} text\n:class: terminal\n\n{printed.strip()}\n```\n"
+    text = f"{WAS_RUN}```{{code-block}} text\n:class: terminal\n\n{printed.strip()}\n```\n"
     for stage in STAGES:
         alt = f"What the walkthrough draws of the stage {stage.name}"
         text += f"\n## The figure of {stage.name}\n\n![{alt}](/generated/{stage.name}.png)\n"
