@@ -149,12 +149,15 @@ def compile_kernel(kernel: Kernel, signature: tuple[Any, ...], arch: str | int) 
         arch: compute capability without the dot, e.g. ``80`` or ``"90a"``; one of :data:`ARCHITECTURES`.
 
     Raises:
-        ValueError: the architecture is unknown or older than the kernel's, or an instruction is newer than that.
+        TypeError: not a kernel, or the signature is not of Numba types.
+        ValueError: the architecture is unknown or older than the kernel's, an instruction is newer than that, or the
+            signature has another number of arguments.
         RuntimeError: the compiler is not installed; the message has the command.
         CompileError: the linker refuses, e.g. more than 48 KB of static shared memory.
         numba.core.errors.NumbaError: the kernel does not type.
     """
     arch = str(arch)
+    _check_signature(kernel, signature)
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch {arch!r} is not one of {', '.join(ARCHITECTURES)}")
     if not runs_on(arch, kernel.arch):
@@ -167,6 +170,22 @@ def compile_kernel(kernel: Kernel, signature: tuple[Any, ...], arch: str | int) 
         if key not in kernel.cache:
             kernel.cache[key] = _compile(kernel, tuple(signature), arch)
         return kernel.cache[key]
+
+
+def _check_signature(kernel: Kernel, signature: tuple[Any, ...]) -> None:
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; declare it with flashnumba.machine.function.kernel")
+    for at, given in enumerate(signature):
+        if not isinstance(given, types.Type):
+            raise TypeError(
+                f"signature[{at}] is a {type(given).__name__}; it must be a Numba type, which signature_of(args) gives"
+            )
+    code = kernel.function.__code__
+    names = code.co_varnames[: code.co_argcount]
+    if len(names) != len(signature):
+        raise ValueError(
+            f"{kernel.__name__} takes {len(names)} arguments ({', '.join(names)}); the signature has {len(signature)}"
+        )
 
 
 def sass(kernel: Kernel, signature: tuple[Any, ...], arch: str | int) -> str:

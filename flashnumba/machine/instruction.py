@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from keyword import iskeyword
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,10 @@ class Instruction:
     quick: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        raise TypeError(f"{self.name} is an instruction: it runs inside a kernel, not on the host")
+        raise TypeError(
+            f"{self.name} is an instruction: it runs inside a kernel, not on the host, and there by its own name: "
+            f"from flashnumba.machine.instructions import {self.name}"
+        )
 
     @property
     def __name__(self) -> str:
@@ -194,7 +198,10 @@ _SPECIAL = {"laneid", "clock", "clock64", "globaltimer", "smid", "warpid", "tid"
 
 
 def _check_operands(name: str, operands: tuple[Operand, ...], returns: str | None) -> None:
-    names = [o.name for o in operands]
+    names = [n for o in operands for n in ((o.name, f"{o.name}_at") if isinstance(o, Fragment) else (o.name,))]
+    for given in (name, *names):
+        if not isinstance(given, str) or not given.isidentifier() or iskeyword(given) or given == "typingctx":
+            raise ValueError(f"{name}: {given!r} cannot be a name in a kernel's source")
     if len(set(names)) < len(names) or "result" in names:
         raise ValueError(f"{name}: operand names must differ from one another and from 'result', not {names}")
     for operand in operands:

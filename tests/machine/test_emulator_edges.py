@@ -3,10 +3,18 @@
 import numpy as np
 import pytest
 
+from flashnumba.machine.compiler import compile_kernel
 from flashnumba.machine.emulator import Deadlock, LaunchLimit, Race, launch
 from flashnumba.machine.function import kernel
-from flashnumba.machine.instructions import cp_async_16, cp_async_commit, cp_async_wait, global_address, shared_address
-from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.machine.instructions import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    global_address,
+    shared_address,
+    wgmma,
+)
+from flashnumba.machine.numba import cuda, float32, int32, int64, types, uint8, uint32, uint64
 
 wait_all = cp_async_wait(0)
 
@@ -128,3 +136,14 @@ def test_limits_are_value_errors_as_on_a_gpu():
 def test_declarations_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         kernel(**options)
+
+
+def test_what_is_compiled_is_checked():
+    with pytest.raises(TypeError, match="kernel is a function; declare it with"):
+        compile_kernel(lambda x: None, (), 80)
+    with pytest.raises(TypeError, match=r"signature\[0\] is a str; it must be a Numba type"):
+        compile_kernel(spin_for_ever, ("a",), 80)
+    with pytest.raises(ValueError, match=r"spin_for_ever takes 1 arguments \(flag\); the signature has 2"):
+        compile_kernel(spin_for_ever, (types.int32, types.int32), 80)
+    with pytest.raises(TypeError, match="float"):
+        wgmma(8.0)

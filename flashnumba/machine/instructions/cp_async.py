@@ -7,6 +7,7 @@ barrier on top. ``_zfill`` forms read only ``valid`` bytes (0 to the size) and f
 from __future__ import annotations
 
 from functools import cache
+from operator import index
 from typing import Any
 
 from flashnumba.machine.emulator import copies
@@ -53,6 +54,7 @@ def cp_async_commit(thread: Any) -> None:
 @cache
 def cp_async_wait(pending: int) -> Instruction:
     """The instruction that waits until at most ``pending`` of the thread's newest groups are in flight."""
+    pending = index(pending)
     if not 0 <= pending <= 31:
         raise ValueError(f"cp_async_wait({pending}); the number of groups must be 0 to 31")
     declare = instruction(

@@ -18,6 +18,7 @@ overwriting operands.
 from __future__ import annotations
 
 from functools import cache
+from operator import index
 from typing import Any
 
 import ml_dtypes
@@ -51,6 +52,7 @@ def wgmma(n: int, dtype: str = "f16", a: str = "shared", a_major: str = "k", b_m
     Raises:
         ValueError: a shape or type that the hardware does not have.
     """
+    n = index(n)
     if n % 8 or not 8 <= n <= 256:
         raise ValueError(f"wgmma with n = {n}; it must be a multiple of 8 from 8 to 256")
     if dtype not in _TYPES:
