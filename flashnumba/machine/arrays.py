@@ -250,7 +250,7 @@ def _describe_interface(array: Any, name: str, kind: str) -> Described:
 def _describe_dlpack(array: Any, name: str) -> Described:
     kind, ordinal = array.__dlpack_device__()
     if int(kind) in (1, 3):  # kDLCPU, kDLCUDAHost
-        return _describe_numpy(np.from_dlpack(array), name, "dlpack")
+        return _describe_numpy(_from_dlpack(array, name), name, "dlpack")
     if int(kind) not in (2, 13):  # kDLCUDA, kDLCUDAManaged
         raise ValueError(f"{name} is on DLPack device {int(kind)}; it must be on a CPU (1) or a CUDA device (2)")
     from cuda.core.utils import StridedMemoryView
@@ -261,6 +261,16 @@ def _describe_dlpack(array: Any, name: str) -> Described:
     shape = tuple(view.shape)
     strides = packed(shape, dtype.itemsize) if view.strides is None else tuple(s * dtype.itemsize for s in view.strides)
     return Described(int(view.ptr), dtype, shape, strides, "dlpack", int(ordinal), bool(view.readonly), element)
+
+
+def _from_dlpack(array: Any, name: str) -> np.ndarray:
+    try:
+        return np.from_dlpack(array)
+    except (RuntimeError, BufferError) as error:
+        raise TypeError(
+            f"{name} is a {type(array).__name__} that NumPy cannot take through DLPack ({error}); "
+            "pass its library's own array"
+        ) from None
 
 
 def _stored(array: np.ndarray) -> np.ndarray:
@@ -288,7 +298,7 @@ def host_view(array: Any, name: str = "array") -> np.ndarray:
         if found.element in _STORED:
             plain = plain.view(torch.int16 if found.dtype.itemsize == 2 else torch.uint8)
         return plain.numpy().view(found.dtype)
-    return _stored(np.asarray(array) if library == "jax" else np.from_dlpack(array))
+    return _stored(np.asarray(array) if library == "jax" else _from_dlpack(array, name))
 
 
 def empty_like_kind(like: Any, shape: tuple[int, ...], element: str | None = None) -> Any:

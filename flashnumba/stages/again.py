@@ -61,9 +61,9 @@ class Recipes:
     def key(x: Any, out: Any, kernel: str, machine: str, stream: Any) -> Any:
         """What a recipe depends on; None for arguments that are looked at each time."""
         torch = sys.modules.get("torch")
-        if torch is None or x.__class__ is not torch.Tensor or stream is not None or machine == "emulator":
+        if torch is None or x.__class__ is not torch.Tensor or not x.is_cuda or x.requires_grad:
             return None
-        if not x.is_cuda or x.requires_grad:
+        if stream is not None or not (isinstance(kernel, str) and isinstance(machine, str)) or machine == "emulator":
             return None
         first = x.data_ptr()
         kind = (kernel, machine, x.dtype, x.shape, x.stride(), x.get_device(), first & 15)

@@ -132,9 +132,9 @@ def prepare_rows(
         TypeError: ``x`` or ``out`` is no array, or of other elements than float16, bfloat16, float32.
         ValueError: no axis; ``out`` does not match, is read-only or overlaps ``x`` in part; no such kernel or machine.
     """
-    if kernel != "auto" and kernel not in kernels:
+    if not isinstance(kernel, str) or (kernel != "auto" and kernel not in kernels):
         raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(kernels)}")
-    if machine not in MACHINES:
+    if not isinstance(machine, str) or machine not in MACHINES:
         raise ValueError(f"machine is {machine!r}; it must be one of {', '.join(MACHINES)}")
     given = out is not None
     for name, array in (("x", x), ("out", out)):

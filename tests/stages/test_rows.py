@@ -74,3 +74,23 @@ def test_a_gradient_is_not_dropped_silently():
         rows.prepare_rows(x, None, "auto", ("a",), "emulator", None)
     with torch.no_grad():
         rows.prepare_rows(x, None, "auto", ("a",), "emulator", None)
+
+
+def test_names_that_are_no_strings():
+    x = np.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"kernel is array\(\[1, 2\]\); it must be 'auto' or one of a"):
+        rows.prepare_rows(x, None, np.array([1, 2]), ("a",), "emulator", None)
+    with pytest.raises(ValueError, match=r"machine is array\(\[1, 2\]\); it must be one of"):
+        rows.prepare_rows(x, None, "auto", ("a",), np.array([1, 2]), None)
+
+
+def test_what_dlpack_cannot_carry():
+    class Exporter:
+        def __dlpack_device__(self):
+            return (1, 0)
+
+        def __dlpack__(self, **options):
+            raise BufferError("no")
+
+    with pytest.raises(TypeError, match="x is a Exporter that NumPy cannot take through DLPack"):
+        describe(Exporter(), "x")
