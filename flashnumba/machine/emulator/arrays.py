@@ -167,10 +167,10 @@ def wrapped(value: int, dtype: np.dtype) -> Any:
 class _Strided:
     """What shared and global arrays have in common: shape, strides, views."""
 
-    __slots__ = ("address", "data", "integer", "itemsize", "name", "ndim", "shape", "strides")
+    __slots__ = ("address", "data", "integer", "itemsize", "memory", "name", "ndim", "shape", "strides")
 
-    def __init__(self, data: np.ndarray, address: int, name: str):
-        self.data, self.address, self.name = data, address, name
+    def __init__(self, memory: Any, data: np.ndarray, address: int, name: str = "a shared array"):
+        self.memory, self.data, self.address, self.name = memory, data, address, name
         self.shape, self.strides = data.shape, data.strides
         self.itemsize, self.ndim = data.dtype.itemsize, data.ndim
         self.integer = data.dtype.kind in "iu"
@@ -210,7 +210,7 @@ class _Strided:
         return self._like(data, self.address + (moved if data.size else 0))
 
     def _like(self, data: np.ndarray, address: int) -> Any:
-        raise NotImplementedError
+        return type(self)(self.memory, data, address, self.name)
 
     def part(self, i: Any) -> Any:
         """The view that an index names which does not name one element: fewer indices than axes, or a slice among
@@ -233,14 +233,8 @@ class _Strided:
 class SharedArray(_Strided):
     """An array in shared memory: an element access is an access to the block's bytes, with its race check."""
 
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: SharedMemory, data: np.ndarray, address: int, name: str = "a shared array"):
-        super().__init__(data, address, name)
-        self.memory = memory
-
-    def _like(self, data: np.ndarray, address: int) -> SharedArray:
-        return SharedArray(self.memory, data, address, self.name)
+    __slots__ = ()
+    memory: SharedMemory
 
     def __getitem__(self, i: Any) -> Any:
         if i.__class__ is slice or (
@@ -275,14 +269,7 @@ class SharedArray(_Strided):
 class GlobalArray(_Strided):
     """An array argument of a kernel."""
 
-    __slots__ = ("memory",)
-
-    def __init__(self, memory: Any, data: np.ndarray, address: int, name: str):
-        super().__init__(data, address, name)
-        self.memory = memory
-
-    def _like(self, data: np.ndarray, address: int) -> GlobalArray:
-        return GlobalArray(self.memory, data, address, self.name)
+    __slots__ = ()
 
     def __getitem__(self, i: Any) -> Any:
         if i.__class__ is slice or (

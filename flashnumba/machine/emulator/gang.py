@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from flashnumba.machine.emulator import faults
 
 if TYPE_CHECKING:
@@ -147,8 +145,3 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
         exchange.waiters.append(thread)
         thread.wait(exchange)
     return exchange.results[lane] if exchange.results is not None else None
-
-
-def stacked(op: Op, at: int, dtype: Any) -> np.ndarray:
-    """One scalar operand of all lanes, [lanes]."""
-    return np.array([a[at] for a in op.args], dtype=dtype)

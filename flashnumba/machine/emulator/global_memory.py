@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
@@ -106,9 +106,3 @@ class GlobalMemory:
         """A load of any size and alignment, not counted: what a copy engine reads is counted when it reads."""
         region = self.find(address, nbytes, thread, False)
         return region.data[address - region.lo : address - region.lo + nbytes]
-
-
-def as_bytes(values: Any) -> np.ndarray:
-    """An array's bytes, with the last axis widened."""
-    values = np.ascontiguousarray(values)
-    return values.view(np.uint8)

@@ -60,7 +60,6 @@ class Thread(greenlet):
         self.last_read, self.rereads = -1, 0  # address of the last plain load of an array element; how often in a row
         self.seen: dict[int, int] = {}  # words that ordered loads have read last, by address
         self.polls, self.progress = 0, -1  # polls in vain, and the launch's progress at the first of them
-        self.spins: dict[int, tuple[Any, int]] = {}  # address of a polled word: its value, and how often it was that
         self.released: np.ndarray | None = None  # what it had published at its last threadfence()
         self.acquired: np.ndarray | None = None  # what atomics have shown it, effective from its next threadfence()
 
