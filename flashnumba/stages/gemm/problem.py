@@ -35,7 +35,7 @@ class Shape:
         a_major, b_major: along which axis the operand's lines run, see the module's docstring.
         vector_a, vector_b, vector_c: bytes of the widest vector, 16 down to one element, that is aligned at the start
             of every line. Nothing is said of a line's end: see :meth:`whole`.
-        lead_a, lead_b, lead_c: elements from line to line, at least 1. With one line alone it is a multiple of 16 bytes.
+        lead_a, lead_b, lead_c: elements from line to line, at least 1; a multiple of 16 bytes where there is one line.
         arch: compute capability it runs on.
 
     Raises:
