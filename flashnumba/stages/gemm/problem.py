@@ -16,13 +16,13 @@ from typing import Any
 
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.numba import types
+from flashnumba.stages.host import EMULATED_ARCH
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = ["A_MAJORS", "B_MAJORS", "EMULATED_ARCH", "Plan", "Shape", "signature"]
+__all__ = ["A_MAJORS", "B_MAJORS", "Plan", "Shape", "signature"]
 
 A_MAJORS = ("k", "m")
 B_MAJORS = ("n", "k")
-EMULATED_ARCH = "90a"
 
 
 @dataclass(frozen=True)
