@@ -37,7 +37,7 @@ from flashnumba.tiles.raster import make_raster
 
 __all__ = ["BROKEN", "Tiles", "make_register_tile"]
 
-BROKEN = ("barrier", "buffer", "turn", "stride", "major", "mask", "edge", "store")
+BROKEN = ("barrier", "buffer", "turn", "stride", "turned", "mask", "edge", "store")
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,7 @@ class Tiles:
 @cache
 def make_register_tile(
     element: str, tiles: Tiles = Tiles(), *, a_major: str = "k", b_major: str = "n", wide_a: bool = False,
-    wide_b: bool = False, wide_c: bool = False, masked: bool = True, exact: bool = False, arch: str = "80",
-    broken: str = "",
+    wide_b: bool = False, wide_c: bool = False, arch: str = "80", broken: str = "",
 ) -> Kernel:  # fmt: skip
     """``register_tile(a, b, c)``: a block a tile of C, on a grid with one axis; K is at least 1.
 
@@ -125,13 +124,10 @@ def make_register_tile(
         element: float16, bfloat16 or float32.
         a_major, b_major: see :class:`flashnumba.stages.gemm.problem.Shape`.
         wide_a, wide_b, wide_c: whether the array's lines are aligned to, and consist of, vectors of 4 elements.
-        masked: K need not be a multiple of ``bk``.
-        exact: M and N are multiples of ``bm`` and ``bn``.
         arch: below 80 bfloat16 is rounded in integers.
         broken: plants a fault: ``"barrier"`` leaves out the one a tile, ``"buffer"`` has one place in shared memory
             instead of two, ``"turn"`` loads fragments over those in use, ``"stride"`` takes A's lead for B,
-            ``"major"`` stores A's tile as if its lines ran the other way, ``"mask"`` leaves out that of K's end,
-            ``"edge"`` reads rows that are not there, ``"store"`` stores all of a tile.
+            ``"store"`` stores all of a tile; ``"mask"``, ``"edge"`` and ``"turned"`` are those of :func:`staging`.
 
     Raises:
         ValueError: the threads do not share a tile evenly.
@@ -139,12 +135,10 @@ def make_register_tile(
     bm, bn, bk, tm, tn = tiles.bm, tiles.bn, tiles.bk, tiles.tm, tiles.tn
     threads, itemsize = tiles.threads, ITEMSIZE[element]
     a_along_k, b_along_k = a_major == "k", b_major == "k"
-    masked, clamped = masked and broken != "mask", not exact and broken != "edge"
-    options = {"masked": masked, "clamped": clamped, "arch": arch}
-    a_in = staging(element, bm, bk, threads, along_k=a_along_k, wide=wide_a, turned=broken == "major", **options)
-    b_in = staging(element, bn, bk, threads, along_k=b_along_k, wide=wide_b, **options)
-    begin_a, fetch_a, put_a, a_loads, a_words = a_in.begin, a_in.fetch, a_in.put, a_in.loads, a_in.words
-    begin_b, fetch_b, put_b, b_loads, b_words = b_in.begin, b_in.fetch, b_in.put, b_in.loads, b_in.words
+    a_in = staging(element, bm, bk, threads, along_k=a_along_k, wide=wide_a, arch=arch, broken=broken)
+    b_in = staging(element, bn, bk, threads, along_k=b_along_k, wide=wide_b, arch=arch, broken=broken)
+    a_loads, a_words, begin_a, fetch_first_a, fetch_a, put_a = a_in
+    b_loads, b_words, begin_b, fetch_first_b, fetch_b, put_b = b_in
     a_line, b_line = 4 * (bm + PAD), 4 * (bn + PAD)
     b_offset, other_slot = bk * a_line, 0 if broken == "buffer" else tiles.slot
     lanes_m, lanes_n, warp_m, warp_n = tiles.lanes_m, tiles.lanes_n, tiles.warp_m, tiles.warp_n
@@ -152,7 +146,7 @@ def make_register_tile(
     sums, a_regs, b_regs = tm * tn, 2 * tm, 2 * tn
     last, ahead = bk - 1, 0 if broken == "turn" else 1
     raster = make_raster(tiles.band)
-    barrier, swapped, everything = broken != "barrier", broken == "stride", exact or broken == "store"
+    barrier, swapped, everything = broken != "barrier", broken == "stride", broken == "store"
     out = vectors(element, (4 if wide_c else 1) * itemsize, "plain", arch)
     pack, store_vector, out_words, out_elements, pairs = out.pack, out.store, out.words, out.elements, out.pairs
 
@@ -209,18 +203,19 @@ def make_register_tile(
     def store(c, row, col, acc):
         raw = cuda.local.array(out_words, uint32)
         rows, cols = uint32(c.shape[0]), uint32(c.shape[1])
+        line = global_address(c) + uint64(row) * uint64(c.strides[0]) + uint64(col) * uint64(itemsize)
         for i in range(tm):
-            r = row + uint32(i // 4 * 4 * lanes_m + i % 4)
-            line = global_address(c) + uint64(r) * uint64(c.strides[0])
+            r = uint32(row + uint32(i // 4 * 4 * lanes_m + i % 4))
             for j in range(0, tn, out_elements):
-                n = col + uint32(j // 4 * 4 * lanes_n + j % 4)
+                beyond = j // 4 * 4 * lanes_n + j % 4
                 for w in range(out_words):
                     if pairs:
                         raw[w] = pack(acc[i * tn + j + 2 * w], acc[i * tn + j + 2 * w + 1])
                     else:
                         raw[w] = pack(acc[i * tn + j + w], float32(0))
-                if everything or (r < rows and n < cols):
-                    store_vector(line + uint64(n) * uint64(itemsize), raw, 0)
+                if everything or (r < rows and uint32(col + uint32(beyond)) < cols):
+                    store_vector(line + uint64(beyond * itemsize), raw, 0)
+            line += uint64(1 if i % 4 < 3 else 4 * lanes_m - 3) * uint64(c.strides[0])
 
     @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch_of(element, arch))
     def register_tile(a, b, c):
@@ -238,8 +233,8 @@ def make_register_tile(
         first_row, first_col = tile_row * uint32(bm), tile_col * uint32(bn)
         a_lead = uint64(a.strides[0] if a_along_k else a.strides[1])
         b_lead = a_lead if swapped else uint64(b.strides[1] if b_along_k else b.strides[0])
-        a_step = uint64(bk * itemsize) if a_along_k else uint64(bk) * a_lead
-        b_step = uint64(bk * itemsize) if b_along_k else uint64(bk) * b_lead
+        a_step = uint64(itemsize) if a_along_k else a_lead
+        b_step = uint64(itemsize) if b_along_k else b_lead
         begin_a(a_at, global_address(a), first_row, rows, a_lead)
         begin_b(b_at, global_address(b), first_col, cols, b_lead)
         for i in range(sums):
@@ -247,18 +242,18 @@ def make_register_tile(
 
         here = shared_address(smem)
         there, toggle = here + uint32(other_slot), uint32(other_slot)
-        fetch_a(a_raw, a_at, left, a_step)
-        fetch_b(b_raw, b_at, left, b_step)
+        steps = uint32((left - uint32(1)) % uint32(bk) + uint32(1))  # what the other tiles, which are whole, leave
+        fetch_first_a(a_raw, a_at, steps, uint64(steps) * a_step)
+        fetch_first_b(b_raw, b_at, steps, uint64(steps) * b_step)
         put_a(here, a_raw)
         put_b(here + uint32(b_offset), b_raw)
         cuda.syncthreads()  # the first tile is whole before anyone reads of it
         row, col = my_corner()
         a_from, b_from = here + row * uint32(4), here + uint32(b_offset) + col * uint32(4)
         take(a_frag, b_frag, 0, a_from, b_from, 0)
-        while left > uint32(bk):
-            left = uint32(left - uint32(bk))
-            fetch_a(a_raw, a_at, left, a_step)
-            fetch_b(b_raw, b_at, left, b_step)
+        for _ in range((left - steps) // uint32(bk)):
+            fetch_a(a_raw, a_at, uint64(bk) * a_step)
+            fetch_b(b_raw, b_at, uint64(bk) * b_step)
             all_but_the_last(acc, a_frag, b_frag, a_from, b_from)
             put_a(there, a_raw)
             put_b(there + uint32(b_offset), b_raw)
@@ -273,6 +268,6 @@ def make_register_tile(
             multiply(acc, a_frag, b_frag, 1)
         all_but_the_last(acc, a_frag, b_frag, a_from, b_from)
         multiply(acc, a_frag, b_frag, 1)
-        store(c, first_row + row, first_col + col, acc)
+        store(c, uint32(first_row + row), uint32(first_col + col), acc)
 
     return register_tile

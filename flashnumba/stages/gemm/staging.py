@@ -11,7 +11,8 @@ Four floats of one lane go into four lines, those of its neighbour into the next
 ``outer``, so the two write to banks 16 apart, and 16 rows fill the rest: no bank is asked twice.
 
 Rows beyond the array are not masked: the nearest row that there is is read in their place, and what comes of it is
-never stored. Steps beyond K are, as zeros.
+never stored. Where K is no multiple of ``bk`` the *first* tile is the short one, filled up with zeros; so the loop over
+the others masks nothing.
 """
 
 from __future__ import annotations
@@ -41,32 +42,32 @@ class Staging(NamedTuple):
         begin: ``begin(addresses, base, first, count, lead)``: where this thread's vectors of the first tile are;
             ``addresses`` has ``loads`` uint64, the tile's first row is ``first`` of ``count``, and lines lie ``lead``
             bytes apart.
-        fetch: ``fetch(raw, addresses, left, step)``: load the tile into registers and move on by ``step`` bytes;
-            ``left`` steps of k are left in the array.
+        fetch_first: ``fetch_first(raw, addresses, steps, distance)``: load a tile of ``steps`` steps of k, the rest
+            zeros, and move on by ``distance`` bytes.
+        fetch: ``fetch(raw, addresses, distance)``: load a whole tile into registers and move on.
         put: ``put(tile, raw)``: store it to shared address ``tile``.
     """
 
     loads: int
     words: int
     begin: DeviceFunction
+    fetch_first: DeviceFunction
     fetch: DeviceFunction
     put: DeviceFunction
 
 
 @cache
 def staging(
-    element: str, outer: int, bk: int, threads: int, *, along_k: bool, wide: bool, masked: bool, clamped: bool,
-    arch: str = "80", turned: bool = False,
+    element: str, outer: int, bk: int, threads: int, *, along_k: bool, wide: bool, arch: str = "80", broken: str = "",
 ) -> Staging:  # fmt: skip
     """A block of ``threads`` threads and tiles of ``outer x bk`` elements.
 
     Args:
         along_k: lines of the operand run along k.
         wide: 4 elements a load, which are aligned in every line and of which lines consist; else one.
-        masked: K need not be a multiple of ``bk``.
-        clamped: the array's rows need not be a multiple of ``outer``.
         arch: see :func:`flashnumba.tiles.elements.vectors`.
-        turned: plants a fault: rows and steps change places on the way.
+        broken: plants a fault: ``"mask"`` fills nothing up, ``"edge"`` reads rows that are not there, ``"turned"``
+            lets rows and steps change places on the way.
 
     Raises:
         ValueError: the threads do not share the tile evenly.
@@ -90,6 +91,8 @@ def staging(
     if bk % CHUNK or outer % 4 or loads < 1 or shared_out != threads or turns_left:
         raise ValueError(f"{threads} threads do not share a tile of {outer} x {bk} evenly, {per_load} elements a load")
 
+    unmasked, unclamped, turned = broken == "mask", broken == "edge", broken == "turned"
+
     @device
     def place(i):
         """(row, step of k) of this thread's vector ``i``, in the tile."""
@@ -107,7 +110,7 @@ def staging(
         for i in range(loads):
             row, step = place(i)
             row = uint32(first + row)
-            if clamped:
+            if not unclamped:
                 row = min(row, uint32(count - uint32(1 if along_k else per_load)))
             if along_k:
                 addresses[i] = base + uint64(row) * uint64(lead) + uint64(step * uint32(itemsize))
@@ -115,18 +118,21 @@ def staging(
                 addresses[i] = base + uint64(step) * uint64(lead) + uint64(row) * uint64(itemsize)
 
     @device
-    def fetch(raw, addresses, left, step):
+    def fetch_first(raw, addresses, steps, distance):
         for i in range(loads):
-            if masked:
-                _, k = place(i)
-                if k < left:
-                    load_vector(raw, i * words_each, addresses[i])
-                else:
-                    for w in range(words_each):
-                        raw[i * words_each + w] = uint32(0)
-            else:
+            _, k = place(i)
+            if k < steps or unmasked:
                 load_vector(raw, i * words_each, addresses[i])
-            addresses[i] += step
+            else:
+                for w in range(words_each):
+                    raw[i * words_each + w] = uint32(0)
+            addresses[i] += distance
+
+    @device
+    def fetch(raw, addresses, distance):
+        for i in range(loads):
+            load_vector(raw, i * words_each, addresses[i])
+            addresses[i] += distance
 
     @device
     def put(tile, raw):
@@ -150,7 +156,7 @@ def staging(
             else:
                 st_shared_v4_f32(at, value, 0)
 
-    return Staging(loads, words, begin, fetch, put)
+    return Staging(loads, words, begin, fetch_first, fetch, put)
 
 
 def _access(element: str, per_load: int, arch: str) -> tuple:
