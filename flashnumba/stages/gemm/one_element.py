@@ -1,16 +1,16 @@
 """One thread an element of C: the product as the formula says it, and the same with its lanes the other way round.
 
 A block has 256 threads. In ``naive`` the lanes of a warp take 32 neighbours of a *column* of C, in ``coalesced`` 32
-neighbours of a *row*. That is all that differs, and this is what one load of a warp asks memory for, where both operands
-are row-major::
+neighbours of a *row*. That is all that differs, and this is what one load of a warp asks memory for, both operands
+being row-major::
 
                     A[row, k]                           B[k, col]
     naive           32 rows: 32 sectors of 32 bytes     one element
     coalesced       one element                         32 neighbours: 4 sectors of float32, 2 of 16 bits
 
-Memory hands out sectors of 32 bytes. ``naive`` uses one element of each, so for a step of k and an element of C it moves
-33 bytes where ``coalesced`` moves 5 (3 with 16 bits). What a cache keeps of that until the next step, this count leaves
-out.
+Memory hands out sectors of 32 bytes. ``naive`` uses one element of each, so for a step of k and an element of C it
+moves 33 bytes where ``coalesced`` moves 5 (3 with 16 bits). What a cache keeps of that until the next step, this count
+leaves out.
 """
 
 from __future__ import annotations

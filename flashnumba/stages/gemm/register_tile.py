@@ -81,7 +81,9 @@ class Tiles:
             if size < warp or size % warp:
                 raise ValueError(f"{name} is {size}; it must be a multiple of {warp}, which a warp has")
         if self.threads > 1024:
-            raise ValueError(f"{self.bm} x {self.bn} by {self.tm} x {self.tn} takes {self.threads} threads; 1024 is most")
+            raise ValueError(
+                f"{self.bm} x {self.bn} by {self.tm} x {self.tn} takes {self.threads} threads; 1024 is most"
+            )
         if self.band < 1 or self.min_blocks < 0:
             raise ValueError(f"band is {self.band} and min_blocks {self.min_blocks}; they must be at least 1 and 0")
 

@@ -9,8 +9,8 @@ them 32 times each::
                                     32 multiplications a thread, from shared memory
                                     wait until nobody reads them any more
 
-An element is read from memory once for 32 elements of C instead of once for each: 2 / 32 elements for a step of k and an
-element of C, a quarter byte of float32, where ``coalesced`` moves 5 bytes.
+An element is read from memory once for 32 elements of C instead of once for each: 2 / 32 elements for a step of k and
+an element of C, a quarter byte of float32, where ``coalesced`` moves 5 bytes.
 
 Now shared memory is the limit. Each multiplication needs two reads of it, and a multiprocessor reads 32 floats in the
 time of 128 multiplications.
