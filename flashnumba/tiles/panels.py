@@ -48,7 +48,7 @@ def make_panel_store(element: str, panels: int, broken: str = "") -> DeviceFunct
         element: float16 or bfloat16.
         panels: of the warp.
         broken: plants a fault: ``"store"`` does not wait for the panel to be free, ``"proxy"`` leaves out the fence
-            before the copy engine reads, ``"lanes"`` the barrier of the warp there, ``"swizzle"`` writes in plain order.
+            before the copy engine reads, ``"lanes"`` the warp's barrier there, ``"swizzle"`` writes in plain order.
     """
     pack = {"float16": pack_f16x2, "bfloat16": pack_bf16x2}[element]
     all_but_later, end = bulk_wait_read(panels - 1), panels * PANEL_BYTES

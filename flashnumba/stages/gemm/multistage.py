@@ -263,7 +263,8 @@ def make_mma(
         warp = uint32(cuda.threadIdx.x >> 5)
         warp_row, warp_col = uint32(warp // uint32(across) * uint32(wm)), uint32(warp % uint32(across) * uint32(wn))
         rows, cols = _left(m, row0, bm), _left(n, col0, bn)
-        lead_a, lead_b = a.strides[a_packed], b.strides[b_line]
+        # Of a single line the stride may be anything; rounded, even what is not read lies at an aligned address.
+        lead_a, lead_b = a.strides[a_packed] & -width_a, b.strides[b_line] & -width_b
         source_a = own_a(global_address(a) + uint64(row0 * (lead_a if a_along_k else 2)), lead_a)
         source_b = own_b(global_address(b) + uint64(col0 * (lead_b if b_along_k else 2)), lead_b)
         step_a, step_b = bk * (2 if a_along_k else lead_a), bk * (2 if b_along_k else lead_b)

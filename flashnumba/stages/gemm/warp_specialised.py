@@ -107,8 +107,8 @@ class Tiles:
             )
         if not 2 <= self.slots <= 8 or not 1 <= self.panels <= 8 or self.shared > BLOCK_SHARED:
             raise ValueError(
-                f"{self.slots} slots of {self.slot_bytes} bytes, {self.panels} panels a warp: {self.shared} bytes of shared "
-                f"memory; it must be 2 to 8 slots, 1 to 8 panels, and {BLOCK_SHARED} bytes at most"
+                f"{self.slots} slots of {self.slot_bytes} bytes, {self.panels} panels a warp: {self.shared} bytes of "
+                f"shared memory; it must be 2 to 8 slots, 1 to 8 panels, and {BLOCK_SHARED} bytes at most"
             )
 
     @property
@@ -258,7 +258,8 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
                     mbarrier_wait(full + slot * uint32(8), parity)  # the slot's bytes are there
                 if fences:
                     wgmma_fence()
-                multiply(acc, slot, a_first, b_first, int32(1 if t > uint32(0) or not fresh else 0))
+                more = t > uint32(0) or (not fresh and tile >= uint32(cuda.gridDim.x))
+                multiply(acc, slot, a_first, b_first, int32(1 if more else 0))
                 wgmma_commit()
                 if waits_products:
                     all_but_one()  # the products of the slot before are done
