@@ -1,4 +1,4 @@
-"""What tests of the tensor-core kernels share: operands with NaN between their lines, a guarded C, the judgement."""
+"""What tests of the product's kernels share: operands with NaN between their lines, a guarded C, the judgement."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from flashnumba.compare import assert_close, compare
 from flashnumba.machine import gpu, launcher
 from flashnumba.machine.emulator import Fault
 from flashnumba.stages.gemm.problem import Plan, Shape
+from flashnumba.stages.gemm.reference import low_precision, naive
 from tests.stages.rowwise import Guarded
 
 DTYPES = (np.float16, ml_dtypes.bfloat16)
+"""What tensor cores take; CUDA cores take float32 too."""
 MAJORS = [(a, b) for a in "km" for b in "nk"]
 TAILS = [(1, 7, 15), (7, 15, 31), (15, 31, 33), (31, 33, 63), (33, 63, 100), (63, 100, 1), (100, 1, 7)]
 """(m, n, k): every length that is awkward, each on every axis."""
@@ -28,9 +30,10 @@ def matrix(rows, cols, dtype, packed, gap=0, at=0, seed=0):
     """
     rng = np.random.default_rng([seed, rows, cols])
     lines, length = (rows, cols) if packed else (cols, rows)
+    itemsize = np.dtype(dtype).itemsize
     words = np.full(16 + at + lines * (length + gap), np.nan, np.float32).astype(dtype)
-    start = -words.ctypes.data // 2 % 8 + at
-    strides = ((length + gap) * 2, 2)
+    start = -words.ctypes.data // itemsize % (16 // itemsize) + at
+    strides = ((length + gap) * itemsize, itemsize)
     view = np.lib.stride_tricks.as_strided(words[start:], (lines, length), strides)
     view = view if packed else view.T
     view[...] = rng.standard_normal((rows, cols)) * np.geomspace(0.5, 2, rows)[:, None] * np.geomspace(1, 2, cols)
@@ -82,19 +85,17 @@ def product(
     """Operands of the given majors; ``gaps`` and ``at`` of A, B and C as :func:`matrix` has them."""
     a = matrix(m, k, dtype, a_major == "k", gaps[0], at[0], 2 * seed)
     b = matrix(k, n, dtype, b_major == "n", gaps[1], at[1], 2 * seed + 1)
-    with np.errstate(invalid="ignore", over="ignore"):
-        expected = a.astype(np.float64) @ b.astype(np.float64)
-        low = (a.astype(np.float32) @ b.astype(np.float32)).astype(dtype)
+    itemsize = np.dtype(dtype).itemsize
     lead_a = a.strides[0 if a_major == "k" else 1]
     lead_b = b.strides[0 if b_major == "n" else 1]
     lines_a, lines_b = (m if a_major == "k" else k), (k if b_major == "n" else n)
     vectors = (
         widest(a.ctypes.data, lead_a, lines_a), widest(b.ctypes.data, lead_b, lines_b),
-        widest(2 * at[2], 2 * (n + gaps[2]), m),
+        widest(itemsize * at[2], itemsize * (n + gaps[2]), m),
     )  # fmt: skip
-    leads = (lead_a // 2, lead_b // 2, n + gaps[2])
+    leads = (lead_a // itemsize, lead_b // itemsize, n + gaps[2])
     shape = Shape(np.dtype(dtype).name, m, n, k, a_major, b_major, *vectors, *leads, arch)
-    return Product(a, b, shape, expected, low, gaps[2], at[2])
+    return Product(a, b, shape, naive(a, b), low_precision(a, b), gaps[2], at[2])
 
 
 def arch_on(machine: str) -> str:
