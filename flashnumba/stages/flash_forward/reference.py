@@ -15,9 +15,9 @@ a third component)::
 At the end O = acc / l and lse = m + ln l. From O and lse alone, results for parts of the keys can be merged (flash
 decoding, :func:`merge`): each part weighs exp(lse_s - lse).
 
-Conventions. q is ``[..., H, M, D]``, k and v ``[..., Hkv, N, D]``; leading axes may be left out. Query head h reads head
-``h // (H // Hkv)`` of k and v. Scale first, then mask: causal is bottom-right aligned, key j is visible to row i if
-``j <= i + N - M``, so the last query sees all keys.
+Conventions. q is ``[..., H, M, D]``, k and v ``[..., Hkv, N, D]``; leading axes may be left out. Query head h reads
+head ``h // (H // Hkv)`` of k and v. Scale first, then mask: causal is bottom-right aligned, key j is visible to row i
+if ``j <= i + N - M``, so the last query sees all keys.
 
 The limits, by definition here and in every kernel:
 
@@ -27,8 +27,8 @@ The limits, by definition here and in every kernel:
 - a NaN or an infinity in a row of v spoils its column in every row that sees that key. Whether it spoils rows that do
   not (0 * NaN) depends on the tiles of a kernel, and is left open.
 
-Sources: Dao et al., FlashAttention, arXiv 2205.14135, algorithm 1; Dao, FlashAttention-2, arXiv 2307.08691, section 3.1;
-Dao et al., Flash-Decoding for long-context inference (2023), for the merge.
+Sources: Dao et al., FlashAttention, arXiv 2205.14135, algorithm 1; Dao, FlashAttention-2, arXiv 2307.08691, section
+3.1; Dao et al., Flash-Decoding for long-context inference (2023), for the merge.
 """
 
 from __future__ import annotations
