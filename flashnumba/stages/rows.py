@@ -8,25 +8,30 @@ back.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
 import numpy as np
 
-from flashnumba.machine import gpu, launcher
+from flashnumba.machine import launcher
 from flashnumba.machine.arrays import Described, describe, empty_like_kind, host_view, is_contiguous
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.numba import types
-from flashnumba.machine.streams import current_stream, stream_handle
+from flashnumba.machine.streams import stream_handle
+from flashnumba.stages.host import (
+    EMULATED_ARCH,
+    check_machine,
+    finish,
+    library_stream,
+    machine_of,
+    refuse_gradients,
+    zeros,
+)
 from flashnumba.tiles.elements import ITEMSIZE
 
 __all__ = ["Rows", "Shape", "prepare_rows", "signature", "widest"]
-
-EMULATED_ARCH = "90a"
-MACHINES = ("auto", "cuda", "emulator")
 
 
 @dataclass(frozen=True)
@@ -88,33 +93,16 @@ class Rows:
         if self._copied is not None:
             with self.ordered():
                 _write_back(self._result, self._copied)
-        if self.found.kind == "jax":
-            jax = sys.modules["jax"]
-            if self.device is None:
-                return self._result if self.given else jax.numpy.asarray(self._result)
-            # JAX's streams cannot be followed, so nothing may be pending when it gets the result.
-            gpu.call(gpu.bindings().cuStreamSynchronize, 0 if self.stream is None else stream_handle(self.stream))
-        return self._result
+        return finish(self._result, self.found, self.stream, given=self.given)
 
     def ordered(self) -> Any:
         """A context in which the array library's own work goes to the launch's stream too."""
-        return _library_stream(self.found, self.stream)
+        return library_stream(self.found, self.stream)
 
     def zeros(self, words: int) -> Any:
-        """``words`` uint64 zeros beside the arrays, zeroed on the launch's stream; a graph capture records that too."""
+        """``words`` uint64 zeros beside the arrays, zeroed on the launch's stream."""
         with self.ordered():
-            if self.device is None:
-                return np.zeros(words, np.uint64)
-            library = {"torch-cuda": "torch", "cupy": "cupy"}.get(self.found.kind)
-            if library == "torch":
-                torch = sys.modules["torch"]
-                return torch.zeros(words, dtype=torch.int64, device=f"cuda:{self.device}").view(torch.uint64)
-            if library == "cupy":
-                return sys.modules["cupy"].zeros(words, np.uint64)
-            from flashnumba.machine.numba import cuda
-
-            with cuda.gpus[self.device]:
-                return cuda.to_device(np.zeros(words, np.uint64))
+            return zeros(words, self.found)
 
 
 def signature(element: str, *more: Any) -> tuple[Any, ...]:
@@ -134,30 +122,21 @@ def prepare_rows(
     """
     if not isinstance(kernel, str) or (kernel != "auto" and kernel not in kernels):
         raise ValueError(f"kernel is {kernel!r}; it must be 'auto' or one of {', '.join(kernels)}")
-    if not isinstance(machine, str) or machine not in MACHINES:
-        raise ValueError(f"machine is {machine!r}; it must be one of {', '.join(MACHINES)}")
+    check_machine(machine)
     given = out is not None
-    for name, array in (("x", x), ("out", out)):
-        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, and this function records none; pass {name}.detach()")
+    refuse_gradients(x=x, out=out)
     found = describe(x, "x")
     if found.element not in ITEMSIZE:
         raise TypeError(f"x has elements of type {found.element}; softmax takes {', '.join(ITEMSIZE)}")
     if not found.shape:
         raise ValueError("x has no axes; softmax is over the last one, so x must have at least one, e.g. x.reshape(1)")
-    if machine == "emulator" and found.device is not None:
-        raise ValueError(f"x is on cuda:{found.device} and machine is 'emulator', which takes arrays in host memory")
     if stream is not None:
         stream_handle(stream)
     device = found.device
-    if machine == "auto":
-        machine = "cuda" if device is not None or gpu.available() else "emulator"
-    if machine == "cuda":
-        gpu.require()
+    machine, arch = machine_of(machine, found, "x")
     if found.kind == "jax" and device is not None:
         x.block_until_ready()
-    arch = gpu.device_arch(device) if machine == "cuda" else EMULATED_ARCH
-    with _library_stream(found, stream):
+    with library_stream(found, stream):
         if out is None:
             out = empty_like_kind(x, found.shape)
             target = replace(describe(out, "out"), readonly=False)
@@ -301,20 +280,3 @@ def _view(array: Any, found: Described, rows: int, cols: int, steps: tuple[int, 
     if found.kind == "cupy":
         return sys.modules["cupy"].lib.stride_tricks.as_strided(array, (rows, cols), steps)
     return replace(found, shape=(rows, cols), strides=steps, kind="numba")
-
-
-@contextmanager
-def _library_stream(found: Described, stream: Any) -> Iterator[None]:
-    if stream is None or found.kind not in ("torch-cuda", "cupy"):
-        yield
-        return
-    handle = stream_handle(stream)
-    if current_stream(found.kind, found.device or 0) == handle:
-        yield
-    elif found.kind == "torch-cuda":
-        torch = sys.modules["torch"]
-        with torch.cuda.stream(torch.cuda.ExternalStream(handle, f"cuda:{found.device}")):
-            yield
-    else:
-        with sys.modules["cupy"].cuda.ExternalStream(handle, found.device):
-            yield

@@ -1,0 +1,100 @@
+"""What every stage's host function does first: refuse what it cannot serve, choose a machine, follow a stream."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from flashnumba.machine import gpu
+from flashnumba.machine.arrays import Described
+from flashnumba.machine.streams import current_stream, stream_handle
+
+__all__ = ["EMULATED_ARCH", "MACHINES", "check_machine", "finish", "library_stream", "machine_of", "refuse_gradients",
+           "zeros"]  # fmt: skip
+
+EMULATED_ARCH = "90a"
+MACHINES = ("auto", "cuda", "emulator")
+
+
+def check_machine(machine: str) -> None:
+    """ValueError if there is no such machine."""
+    if not isinstance(machine, str) or machine not in MACHINES:
+        raise ValueError(f"machine is {machine!r}; it must be one of {', '.join(MACHINES)}")
+
+
+def refuse_gradients(**arrays: Any) -> None:
+    """ValueError for a torch tensor whose gradient would be lost."""
+    for name, array in arrays.items():
+        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, and this function records none; pass {name}.detach()")
+
+
+def machine_of(machine: str, found: Described, name: str) -> tuple[str, str]:
+    """(machine, architecture) that ``machine`` means for an array.
+
+    Raises:
+        ValueError: the emulator, for an array on a GPU.
+        RuntimeError: a GPU is asked for and there is none.
+    """
+    if machine == "emulator" and found.device is not None:
+        raise ValueError(
+            f"{name} is on cuda:{found.device} and machine is 'emulator', which takes arrays in host memory"
+        )
+    if machine == "auto":
+        machine = "cuda" if found.device is not None or gpu.available() else "emulator"
+    if machine == "emulator":
+        return machine, EMULATED_ARCH
+    gpu.require()
+    return machine, gpu.device_arch(found.device)
+
+
+@contextmanager
+def library_stream(found: Described, stream: Any) -> Iterator[None]:
+    """Send the array library's own work to ``stream`` too; None leaves its current stream."""
+    if stream is None or found.kind not in ("torch-cuda", "cupy"):
+        yield
+        return
+    handle = stream_handle(stream)
+    if current_stream(found.kind, found.device or 0) == handle:
+        yield
+    elif found.kind == "torch-cuda":
+        torch = sys.modules["torch"]
+        with torch.cuda.stream(torch.cuda.ExternalStream(handle, f"cuda:{found.device}")):
+            yield
+    else:
+        with sys.modules["cupy"].cuda.ExternalStream(handle, found.device):
+            yield
+
+
+def zeros(words: int, found: Described) -> Any:
+    """``words`` uint64 zeros beside an array, zeroed on its library's current stream; a graph capture records that."""
+    if found.device is None:
+        return np.zeros(words, np.uint64)
+    if found.kind == "torch-cuda":
+        torch = sys.modules["torch"]
+        return torch.zeros(words, dtype=torch.int64, device=f"cuda:{found.device}").view(torch.uint64)
+    if found.kind == "cupy":
+        return sys.modules["cupy"].zeros(words, np.uint64)
+    from flashnumba.machine.numba import cuda
+
+    with cuda.gpus[found.device]:
+        return cuda.to_device(np.zeros(words, np.uint64))
+
+
+def finish(result: Any, found: Described, stream: Any, *, given: bool = False) -> Any:
+    """What the caller gets of a result made beside ``found``: JAX's own kind, and nothing pending that JAX cannot see.
+
+    Args:
+        given: the caller brought the result's memory, and gets that.
+    """
+    if found.kind != "jax":
+        return result
+    if found.device is None:
+        return result if given else sys.modules["jax"].numpy.asarray(result)
+    # JAX's streams cannot be followed, so nothing may be pending when it gets the result.
+    gpu.call(gpu.bindings().cuStreamSynchronize, 0 if stream is None else stream_handle(stream))
+    return result
