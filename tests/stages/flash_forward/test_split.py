@@ -21,7 +21,7 @@ from tests.stages.flash_forward.attention_cases import (
     run,
 )
 
-SMALL = AttentionTiles(32, 16, 16, warps=1)
+SMALL = AttentionTiles(32, 16, 16, warps=1, slots=2)
 
 
 def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = ""):
@@ -48,12 +48,12 @@ def test_hard_cases(machine, case):
     assert_attention(run(with_splits(3), case, machine), case)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 9])
-@pytest.mark.parametrize("m, group", [(1, 8), (3, 5), (1, 1), (20, 1)])
+@pytest.mark.parametrize("splits", [1, 9])
+@pytest.mark.parametrize("m, group", [(1, 8), (3, 5), (17, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_parts_and_groups(machine, splits, m, group, causal):
     """More parts than there are steps of keys too: some are then empty."""
-    case = normal(m, 70, 32, np.float16, heads=2 * group, kv_heads=2, causal=causal)
+    case = normal(m, 70, 32, np.float16, heads=group, kv_heads=1, causal=causal)
     assert_attention(run(with_splits(splits), case, machine), case)
 
 
@@ -104,8 +104,8 @@ def test_what_it_does_not_take():
 
 
 FAULTS = {
-    "barrier": ("Race",),
-    "v_barrier": ("Race",),
+    "barrier": ("Race", "ReadInFlight"),
+    "free_barrier": ("Race",),
     "wait": ("ReadInFlight",),
     "tail": ("wrong result",),
     "causal": ("wrong result",),
@@ -123,8 +123,8 @@ def test_planted_faults_of_a_part(fault):
 
 @pytest.mark.parametrize("fault", split.MERGE_FAULTS)
 def test_planted_faults_of_the_merge(fault):
-    case = normal(1, 75, 32, np.float16, heads=2, scale=1.0)
-    found = caught(lambda seed: run(with_splits(9, merge_broken=fault), case, seed=seed), case)
+    case = normal(1, 330, 32, np.float16, scale=1.0)
+    found = caught(lambda seed: run(with_splits(20, merge_broken=fault), case, seed=seed), case)
     assert set(found) <= {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}}[fault], found
 
 
