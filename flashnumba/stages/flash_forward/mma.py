@@ -278,19 +278,22 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
-    def case(shape: Shape, words: str = "") -> CompileCase:
+    def case(element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16) -> CompileCase:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, vector=vector, arch=chosen_for[0])
         launch = plan_mma(shape).launches[0]
-        title = f"flash_forward.mma {shape.element} d {shape.d}{words}, tiles for sm_{shape.arch}"
-        return CompileCase(title, launch.kernel, signature(shape.element), launch.threads, launch.shared)
+        width = "" if vector == 16 else f" by {vector} bytes"
+        title = f"flash_forward.mma {element} d {d}{width}, tiles for sm_{chosen_for[0]}"
+        return CompileCase(
+            title, launch.kernel, signature(element), launch.threads, launch.shared, chosen_for=chosen_for
+        )
 
-    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "m": 4096, "n": 4096}
     for d in (32, 64, 96, 128, 192, 256):
-        yield case(Shape("float16", d=d, arch="90a", **sizes))
+        yield case("float16", d, ("90a", "100a"))
+    yield case("bfloat16", 128, ("90a", "100a"))
+    yield case("float16", 100, ("90a",), 8)
+    yield case("float16", 33, ("90a",), 2)
     for d in (64, 128, 256):
-        yield case(Shape("bfloat16", d=d, arch="90a", **sizes))
-        yield case(Shape("float16", d=d, arch="75", **sizes))
-    for d in (64, 128):
-        yield case(Shape("float16", d=d, arch="86", **sizes))
-    yield case(Shape("float16", d=100, arch="90a", vector=8, **sizes), " by 8 bytes")
-    yield case(Shape("float16", d=33, arch="90a", vector=2, **sizes), " by element")
+        yield case("float16", d, ("80",))
+        yield case("float16", d, ("86", "89", "120a"))
+        yield case("float16", d, ("75",))
     yield from split.compile_cases()

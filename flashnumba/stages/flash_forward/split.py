@@ -27,16 +27,14 @@ from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import (
-    ex2_approx,
-    f32_to_bf16,
     global_address,
-    ld_global_f32,
     shared_address,
     st_global_f32,
 )
-from flashnumba.machine.numba import cuda, float16, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.stages.flash_forward.merge import MERGE_ARGS, make_merge
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, share_of
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.online import NOTHING
 
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAULTS",
-    "MERGE_FAULTS",
     "compile_cases",
-    "make_merge",
     "make_split",
     "plan_split",
     "splits_for",
@@ -55,11 +51,8 @@ __all__ = [
 ]
 
 SPLIT_ARGS = ("q", "k", "v", "acc_parts", "m_parts", "l_parts", "scale", "causal")
-MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse")
-MERGE_WARPS, AT_ONCE = 8, 8
 MOST_SPLITS = 256
 FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range")
-MERGE_FAULTS = ("barrier", "weight")
 """What can be planted."""
 
 
@@ -194,100 +187,6 @@ def make_split(
     return split
 
 
-@cache
-def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
-    """The kernel that merges parts: a block a row; each warp merges every eighth part in one pass, then the warps merge.
-
-    Args:
-        d: columns there are at most, a multiple of 32.
-        broken: plants one of :data:`MERGE_FAULTS`.
-    """
-    threads, per_lane, warps, held = 32 * MERGE_WARPS, d // 32, MERGE_WARPS, AT_ONCE * d // 32
-    partial, states = (MERGE_WARPS, d), (MERGE_WARPS, 2)
-    no_barrier, unweighted = broken == "barrier", broken == "weight"
-    is_half = element == "float16"
-
-    @device
-    def weight(m, top):
-        """2^(m - top); nothing for an empty part."""
-        if unweighted:
-            return float32(1)
-        return ex2_approx(m - (float32(0) if top == float32(NOTHING) else top))
-
-    @kernel(threads=threads, arch=arch, name="flash_forward.merge")
-    def merge(acc_parts, m_parts, l_parts, o, lse):
-        sums = cuda.shared.array(partial, float32)
-        state = cuda.shared.array(states, float32)
-        lane = int64(cuda.threadIdx.x & 31)
-        warp = int64(cuda.threadIdx.x >> 5)
-        splits, heads, rows, columns = m_parts.shape[0], m_parts.shape[2], m_parts.shape[3], acc_parts.shape[4]
-        index = int64(cuda.blockIdx.x)
-        row, head, batch = index % rows, index // rows % heads, index // rows // heads
-        apart = m_parts.shape[1] * heads * rows  # rows from a part to the next
-        m_from = global_address(m_parts) + uint64(4 * index)
-        l_from = global_address(l_parts) + uint64(4 * index)
-        acc_from = global_address(acc_parts) + uint64(4 * index * columns)
-        acc = cuda.local.array(per_lane, float32)
-        loaded = cuda.local.array(held, float32)
-        m = cuda.local.array(AT_ONCE, float32)
-        l = cuda.local.array(AT_ONCE, float32)
-        top, total = float32(NOTHING), float32(0)
-        for i in range(per_lane):
-            acc[i] = float32(0)
-        for s0 in range(warp, splits, warps * AT_ONCE):
-            # Several parts are loaded before the first is used: their latencies overlap.
-            for a in range(AT_ONCE):
-                s = s0 + a * warps
-                m[a], l[a] = float32(NOTHING), float32(0)
-                if s < splits:
-                    m[a], l[a] = (
-                        ld_global_f32(m_from + uint64(4 * s * apart)),
-                        ld_global_f32(l_from + uint64(4 * s * apart)),
-                    )
-                for i in range(per_lane):
-                    loaded[a * per_lane + i] = float32(0)
-                    if s < splits and lane + 32 * i < columns:
-                        at = s * apart * columns + lane + 32 * i
-                        loaded[a * per_lane + i] = ld_global_f32(acc_from + uint64(4 * at))
-            before = top
-            for a in range(AT_ONCE):
-                top = max(top, m[a])
-            total *= weight(before, top)
-            for i in range(per_lane):
-                acc[i] *= weight(before, top)
-            for a in range(AT_ONCE):
-                share = weight(m[a], top)
-                total += share * l[a]
-                for i in range(per_lane):
-                    acc[i] += share * loaded[a * per_lane + i]
-        for i in range(per_lane):
-            sums[warp, lane + 32 * i] = acc[i]
-        if lane == 0:
-            state[warp, 0] = top
-            state[warp, 1] = total
-        if not no_barrier:
-            cuda.syncthreads()  # every warp's state is there
-        top, total = float32(NOTHING), float32(0)
-        for w in range(warps):
-            top = max(top, state[w, 0])
-        for w in range(warps):
-            total += weight(state[w, 0], top) * state[w, 1]
-        column = int64(cuda.threadIdx.x)
-        if column < columns:
-            x = float32(0)
-            for w in range(warps):
-                x += weight(state[w, 0], top) * sums[w, column]
-            x *= share_of(total)
-            if is_half:
-                o[batch, head, row, column] = float16(x)
-            else:
-                o[batch, head, row, column] = f32_to_bf16(x)
-        if column == 0:
-            lse[batch, head, row] = log_sum(top, total)
-
-    return merge
-
-
 def tiles_for(d: int, rows: int) -> AttentionTiles:
     """One warp for up to 16 rows, four for more; steps of about 16 KB, two of them ahead."""
     d = -(-d // 32) * 32
@@ -341,11 +240,13 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
+    chosen_for = ("80", "86", "90a", "120a")
     for element, d, m in (("float16", 64, 1), ("float16", 128, 1), ("bfloat16", 128, 1), ("float16", 256, 1),
-                          ("float16", 128, 8), ("float16", 256, 8)):  # fmt: skip
+                          ("float16", 128, 8)):  # fmt: skip
         for launch in plan_split(Shape(element, 1, 64, 8, m, 8192, d)).launches:
             if launch.args == MERGE_ARGS and m > 1:
                 continue
             rows = "" if launch.args == MERGE_ARGS else f" {8 * m} rows"
             title = f"{launch.kernel.__name__} {element} d {d}{rows}"
-            yield CompileCase(title, launch.kernel, signature(element, launch.args), launch.threads, launch.shared)
+            wanted = signature(element, launch.args)
+            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from flashnumba.stages.flash_forward import split
-from flashnumba.stages.flash_forward.split import MERGE_ARGS, SPLIT_ARGS
+from flashnumba.stages.flash_forward.merge import MERGE_ARGS, MERGE_FAULTS, make_merge
+from flashnumba.stages.flash_forward.split import SPLIT_ARGS
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.tiles.attention import AttentionTiles
 from tests.stages.flash_forward.attention_cases import (
@@ -29,7 +30,7 @@ def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", me
 
     def plan(shape: Shape) -> Plan:
         kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
-        merge = split.make_merge(tiles.d, shape.element, broken=merge_broken)
+        merge = make_merge(tiles.d, shape.element, broken=merge_broken)
         units = -(-shape.m * shape.group // tiles.bm) * shape.kv_heads * shape.batch
         sizes = (splits, shape.batch, shape.heads, shape.m)
         return Plan(
@@ -121,7 +122,7 @@ def test_planted_faults_of_a_part(fault):
     assert set(found) <= set(FAULTS[fault]), found
 
 
-@pytest.mark.parametrize("fault", split.MERGE_FAULTS)
+@pytest.mark.parametrize("fault", MERGE_FAULTS)
 def test_planted_faults_of_the_merge(fault):
     case = normal(1, 330, 32, np.float16, scale=1.0)
     found = caught(lambda seed: run(with_splits(20, merge_broken=fault), case, seed=seed), case)
