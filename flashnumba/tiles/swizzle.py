@@ -42,7 +42,7 @@ def swizzle_of(chunks: int) -> tuple[int, int]:
     """
     if chunks < 1 or (chunks & (chunks - 1) and chunks % 8):
         raise ValueError(
-            f"rows of {chunks} chunks of 16 bytes; it must be a power of two or a multiple of 8, so that chunks pair off"
+            f"rows of {chunks} chunks of 16 bytes; it must be a power of two, or a multiple of 8, so that they pair off"
         )
     return max(1, 8 // chunks), min(8, chunks) - 1
 
@@ -90,13 +90,15 @@ class Swizzle(NamedTuple):
 
 @cache
 def swizzle(columns: int, on: bool = True) -> Swizzle:
-    """The layout of rows of ``columns`` 16-bit elements; ``on=False`` lays chunks out in order, as :func:`make_place`."""
+    """The layout of rows of ``columns`` 16-bit elements; ``on=False`` lays chunks in order, see :func:`make_place`."""
     pitch = 64 if columns <= 32 else -(-columns // 64) * 128
-    place = make_place(pitch // 16, on)
+    rows, mask = swizzle_of(pitch // 16)
+    shift, mask = rows.bit_length() - 1, mask if on else 0
 
     @device
     def at(tile, row, chunk):
-        return uint32(tile + place(row, chunk))
+        exchanged = uint32(chunk) ^ ((uint32(row) >> uint32(shift)) & uint32(mask))
+        return tile + uint32(row) * uint32(pitch) + (exchanged << uint32(4))
 
     @device
     def step(address, k):

@@ -58,6 +58,12 @@ class Product:
     gap_c: int
     at_c: int
 
+    def judge_anew(self) -> None:
+        """Operands have changed: a product that is infinite or NaN in low precision must be that."""
+        with np.errstate(all="ignore"):
+            self.low, exact = low_precision(self.a, self.b), naive(self.a, self.b)
+        self.expected = np.where(np.isfinite(self.low), exact, self.low.astype(np.float64))
+
     def guarded(self) -> Guarded:
         """A C full of NaN between bands."""
         dtype = self.a.dtype
