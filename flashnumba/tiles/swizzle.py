@@ -15,17 +15,21 @@ For rows of 128 bytes that start at multiples of 1024 this is what the copy engi
 Since only the row's lowest bits matter, a thread that keeps them fixed may walk: rows by adding a multiple of eight
 rows, columns by ``offset ^ (16 * step)``, where ``step`` has no bit in common with the chunk it started from.
 
+Rows whose chunks are neither a power of two nor a multiple of eight are laid out longer than they are
+(:func:`swizzle`).
+
 Source: CUTLASS, ``include/cute/swizzle.hpp`` and ``swizzle_layout.hpp``; PTX ISA, "Swizzling modes".
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.numba import uint32
 
-__all__ = ["make_place", "place_of", "swizzle_of"]
+__all__ = ["Swizzle", "make_place", "place_of", "swizzle", "swizzle_of"]
 
 
 def swizzle_of(chunks: int) -> tuple[int, int]:
@@ -34,10 +38,12 @@ def swizzle_of(chunks: int) -> tuple[int, int]:
     Chunk c of row r lies at chunk ``c ^ (r // rows & mask)``.
 
     Raises:
-        ValueError: not a power of two.
+        ValueError: neither a power of two nor a multiple of eight.
     """
-    if chunks < 1 or chunks & (chunks - 1):
-        raise ValueError(f"rows of {chunks} chunks of 16 bytes; it must be a power of two, so that chunks pair off")
+    if chunks < 1 or (chunks & (chunks - 1) and chunks % 8):
+        raise ValueError(
+            f"rows of {chunks} chunks of 16 bytes; it must be a power of two, or a multiple of 8, so that they pair off"
+        )
     return max(1, 8 // chunks), min(8, chunks) - 1
 
 
@@ -52,7 +58,7 @@ def make_place(chunks: int, swizzled: bool = True) -> DeviceFunction:
     """``place(row, chunk) -> uint32``: the byte offset of a chunk within a tile whose rows have ``chunks`` of them.
 
     Args:
-        chunks: of 16 bytes in a row, a power of two.
+        chunks: of 16 bytes in a row, a power of two or a multiple of eight.
         swizzled: False leaves chunks in order: right, as long as writers and readers agree, but slow.
     """
     rows, mask = swizzle_of(chunks)
@@ -65,3 +71,37 @@ def make_place(chunks: int, swizzled: bool = True) -> DeviceFunction:
         return uint32((row * uint32(chunks) + exchanged) * uint32(16))
 
     return place
+
+
+class Swizzle(NamedTuple):
+    """How rows of so many 16-bit elements lie.
+
+    Attributes:
+        pitch: bytes from row to row: 64, or a multiple of 128.
+        at: ``at(tile, row, chunk) -> address``, for a tile that starts at a multiple of 128.
+        step: ``step(address, k) -> address``: ``k`` times 16 elements along the row, for an address that :attr:`at`
+            gave for chunk 0 or 1; ``k`` is a constant.
+    """
+
+    pitch: int
+    at: DeviceFunction
+    step: DeviceFunction
+
+
+@cache
+def swizzle(columns: int, on: bool = True) -> Swizzle:
+    """The layout of rows of ``columns`` 16-bit elements; ``on=False`` lays chunks in order, see :func:`make_place`."""
+    pitch = 64 if columns <= 32 else -(-columns // 64) * 128
+    rows, mask = swizzle_of(pitch // 16)
+    shift, mask = rows.bit_length() - 1, mask if on else 0
+
+    @device
+    def at(tile, row, chunk):
+        exchanged = uint32(chunk) ^ ((uint32(row) >> uint32(shift)) & uint32(mask))
+        return tile + uint32(row) * uint32(pitch) + (exchanged << uint32(4))
+
+    @device
+    def step(address, k):
+        return (address ^ uint32(32 * (k % 4))) + uint32(128 * (k // 4))
+
+    return Swizzle(pitch, at, step)

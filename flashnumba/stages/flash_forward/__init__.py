@@ -1,0 +1,1 @@
+"""The stage flash_forward: attention without S in memory. ``reference.py`` tells the mathematics."""
