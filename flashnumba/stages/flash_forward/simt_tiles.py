@@ -98,13 +98,12 @@ def tiles_for(shape: Shape) -> Tiles:
     """The tiles that a shape is planned with: 128 threads, pieces of 2048 words; fewer rows if there are few, as when
     decoding.
 
-    From sm_90 on shared memory admits three blocks a multiprocessor, and so do registers where loads are wide; narrow
-    ones take an address each.
+    From sm_90 on shared memory admits three blocks a multiprocessor, and so do registers where loads are of 16 bytes;
+    narrower ones take more addresses. Between 8 bytes and one element no width pays for a kernel of its own.
     """
     d = -(-shape.d // 32) * 32
     bm = 16 if shape.m <= 16 else 64 if d <= 128 else 32
     bk = 1 << (2048 // d).bit_length() - 1
-    wide = shape.vector >= 8
-    vector = shape.vector if wide else ITEMSIZE[shape.element]
-    blocks, arch = (3, "90") if wide and int(shape.arch.rstrip("a")) >= 90 else (2, "75")
+    vector = shape.vector if shape.vector >= 8 else ITEMSIZE[shape.element]
+    blocks, arch = (3, "90") if vector == 16 and int(shape.arch.rstrip("a")) >= 90 else (2, "75")
     return Tiles(d, bm, bk=bk, rows=bm // 8, vector=vector, blocks=blocks, arch=arch)
