@@ -124,8 +124,7 @@ def low_precision(
         for j in range(0, n, at_once):
             keys = slice(j, j + at_once)
             acc = acc + weights[..., keys] @ v[..., keys, :]  # [..., H, M, D]
-        for j in range(n):
-            l = l + p[..., j]  # [..., H, M]
+        l = np.add.accumulate(p, -1)[..., -1] if n else l  # [..., H, M]
         o, lse = normalise((m, l, acc))  # [..., H, M, D], [..., H, M]
         return o.astype(q.dtype), lse  # [..., H, M, D], [..., H, M]
 
