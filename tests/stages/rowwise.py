@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -48,11 +50,12 @@ class Guarded:
     """An array full of NaN between bands of a bit pattern that no kernel writes."""
 
     def __init__(self, shape, dtype, strides=None, at=0):
-        """``at`` moves the first element by so many elements: alignment is then that of one element."""
+        """``strides`` in elements; packed if None. ``at`` moves the first element by so many: alignment is then that of
+        one element."""
         itemsize = np.dtype(dtype).itemsize
         word = np.uint16 if itemsize == 2 else np.uint32
         self.pattern = word(0x5A5A if itemsize == 2 else 0x5A5A5A5A)
-        strides = strides or (shape[1], 1)
+        strides = strides or tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
         self.words = np.full(BAND + at + reach + BAND, self.pattern, word)
         whole = self.words.view(dtype)
