@@ -30,6 +30,8 @@ __all__ = ["ARGUMENTS", "MOST_D", "Heads", "Launch", "Plan", "Shape", "forward",
 MOST_D = 256
 """Largest head dimension."""
 MOST_BLOCKS = 2**31 - 1
+MOST_APART = 2**23
+"""Bytes from row to row up to which a tile of 256 rows is reached by 32-bit offsets."""
 EMULATED_MULTIPROCESSORS = 4
 """What a plan that fills a GPU is told of the emulator, where every block costs."""
 ARGUMENTS = ("q", "k", "v", "o", "lse", "scale", "causal")
@@ -44,7 +46,8 @@ class Shape:
         batch, heads, kv_heads, m, n, d: sizes.
         causal: key j is visible to row i iff ``j <= i + n - m``.
         vector: bytes of the widest vector that is aligned in every row of q, k, v and o: 16 down to one element; one
-            element's where the last axis of one of them is not packed.
+            element's where the last axis of one of them is not packed, or rows lie in reverse or more than
+            :data:`MOST_APART` bytes apart.
         arch: compute capability it runs on.
         multiprocessors: of the GPU.
     """
@@ -137,7 +140,7 @@ def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...
     plain = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}[element]
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
-    ranks = {"o_parts": 5, "lse_parts": 4}
+    ranks = {"acc_parts": 5, "m_parts": 4, "l_parts": 4}
     return tuple(known.get(a) or types.Array(types.float32, ranks[a], "C") for a in args)
 
 
@@ -279,6 +282,8 @@ def widest(*arrays: Described) -> int:
     for array in arrays:
         *outer, last = zip(array.shape, array.strides, strict=True)
         if last[0] > 1 and last[1] != itemsize:
+            return itemsize
+        if outer[-1][0] > 1 and not 0 <= outer[-1][1] <= MOST_APART:
             return itemsize
         odd |= array.pointer | last[0] * itemsize
         for n, stride in outer:

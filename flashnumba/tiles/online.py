@@ -14,7 +14,7 @@ from flashnumba.machine.function import device
 from flashnumba.machine.instructions import ex2_approx, rcp_approx
 from flashnumba.machine.numba import float32
 
-__all__ = ["NOTHING", "anchor", "exponential", "inverse", "rescale"]
+__all__ = ["LOG2_E", "NOTHING", "anchor", "exponential", "inverse", "rescale"]
 
 NOTHING = float("-inf")
 """The maximum of no elements."""

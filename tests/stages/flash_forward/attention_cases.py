@@ -1,4 +1,4 @@
-"""What the tests of attention kernels share: cases, layouts, guarded launches of a plan, the hunt for planted faults."""
+"""What tests of attention kernels share: cases, layouts, guarded launches of a plan, the hunt for planted faults."""
 
 from __future__ import annotations
 

@@ -1,0 +1,317 @@
+"""The steps of an attention kernel on tensor cores: a block owns rows of Q, K and V pass by tile by tile.
+
+A warp owns ``frags`` fragments of 16 rows. It holds S and O as accumulators of mma.sync: lane (g, c) = (lane / 4, lane
+% 4) has of fragment f the rows ``16 f + g`` (half 0) and ``16 f + g + 8`` (half 1), and of eight columns 8 n .. 8 n + 7
+the columns ``8 n + 2 c`` and the next::
+
+    acc[(f * columns / 8 + n) * 4 + 2 * half + i]           row state: m[2 f + half], l[2 f + half]
+
+Two such column groups of S are, rounded and packed, one A operand of the product with V, so no lane gives anything
+away.
+
+Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^(s factor - m)``, where m is the
+running maximum of ``s factor``, rounded once, so that the same m stands in every weight, in l, in the rescaling and in
+the LSE, and cancels. One fused multiply-add and one exponential an element. A scale below zero is turned into a sign of
+Q; one of zero, and others so small that the factor would vanish, become 2^-126, because 0 times -inf is no number.
+
+l is summed in each lane and over the four lanes of a row at the end; O is divided by it once, at the end.
+
+Source: Dao, FlashAttention-2, arXiv 2307.08691, section 3.1; Milakov and Gimelshein, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import (
+    ex2_approx,
+    ld_shared_v4,
+    ldmatrix_x4,
+    ldmatrix_x4_trans,
+    lg2_approx,
+    rcp_approx,
+    st_shared_v4,
+    syncwarp,
+    vote_any,
+)
+from flashnumba.machine.numba import cuda, float32, int32, uint32
+from flashnumba.tiles.elements import vectors
+from flashnumba.tiles.online import LOG2_E, NOTHING
+from flashnumba.tiles.reduce import lanes_max, lanes_sum
+from flashnumba.tiles.swizzle import swizzle
+from flashnumba.tiles.tensor import make_multiply
+
+__all__ = ["ALIGNMENT", "AttentionTiles", "Steps", "factor_of", "log_sum", "make_steps", "share_of"]
+
+ALIGNMENT = 128
+"""Bytes that tiles in shared memory are aligned to."""
+LN_2 = 0.6931471805599453
+SMALLEST = 2.0**-126
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Sizes of an attention kernel on tensor cores.
+
+    Attributes:
+        d: head dimension that is computed, a multiple of 32; the user's may be smaller.
+        bm, bn: rows of Q a block, keys a step.
+        warps: a block; each owns ``bm / warps`` rows, a multiple of 16.
+        slots: tiles of K, and of V, that shared memory holds. With one, the copy of each travels under the other's
+            product; with two, both travel a whole step ahead, and a step has one barrier instead of two.
+        lazy: rescale O only where some row of the warp has a new maximum. Exact: the others are multiplied by 1.
+        q_held: of the ``d / 16`` steps along the head dimension, how many keep Q in registers.
+        min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
+
+    Raises:
+        ValueError: sizes that do not fit one another; the message says which.
+    """
+
+    d: int
+    bm: int
+    bn: int
+    warps: int = 4
+    slots: int = 1
+    lazy: bool = False
+    q_held: int = 0
+    min_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if self.d % 32 or not 32 <= self.d <= 256:
+            raise ValueError(f"d is {self.d}; it must be a multiple of 32 from 32 to 256")
+        if self.bm % (16 * self.warps) or self.bm <= 0:
+            raise ValueError(f"bm is {self.bm}; it must be a multiple of 16 rows for each of {self.warps} warps")
+        at_once = self.threads // (8 if self.d % 64 == 0 else 4)
+        if self.bn % 16 or self.bn <= 0 or self.bn % at_once or self.bm % at_once:
+            raise ValueError(
+                f"bm and bn are {self.bm} and {self.bn}; they must be multiples of 16 and of {at_once}, the rows that "
+                f"{self.threads} threads copy at once"
+            )
+        if self.slots not in (1, 2) or not 0 <= self.q_held <= self.d // 16:
+            raise ValueError(
+                f"slots is {self.slots} and q_held {self.q_held}; they must be 1 or 2, 0 to {self.d // 16}"
+            )
+        if self.accumulators > 200:
+            raise ValueError(
+                f"{self.bm} x {self.bn} tiles by {self.warps} warps take {self.accumulators} registers for O, S and Q; "
+                "200 leave room for the rest"
+            )
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def frags(self) -> int:
+        """Fragments of 16 rows a warp."""
+        return self.bm // (16 * self.warps)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a thread for O and S, and for the part of Q that is held."""
+        return self.frags * (self.d + self.bn + 8 * self.q_held) // 2
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from row to row in shared memory."""
+        return swizzle(self.d).pitch
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return ALIGNMENT + self.pitch * (self.bm + 2 * self.slots * self.bn)
+
+
+class Steps(NamedTuple):
+    """Device functions on a warp's registers and on lane addresses in shared memory.
+
+    ``acc`` is O, ``[frags * d / 2]``; ``s`` is ``[frags * bn / 2]``; ``m`` and ``l`` are ``[2 frags]``; float32.
+
+    Attributes:
+        q_lane, k_lane, v_lane: ``(tile, warp_row or nothing, lane) -> address``: where a lane's ldmatrix begins.
+        negate_q: ``(q_tile, warp_row, lane)``: turns the sign of the warp's rows.
+        load_q: ``(held, q_lane)``: the part of Q that is held.
+        multiply_qk: ``(s, held, q_lane, k_lane)``: S = Q K^T.
+        mask: ``(s, visible, lane)``: -inf from column ``visible[2 f + half]`` of the tile on, int32.
+        raise_maximum: ``(s, acc, m, l, origin, factor)``: m to the new maximum; acc and l in its units. ``origin`` is
+            m, or 0 for a row of which nothing was visible yet.
+        exponentials: ``(p, s, l, origin, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
+            ...]``, packed as an A operand; l grows.
+        multiply_pv: ``(acc, p, v_lane, k)``: O += P V for these keys.
+        softmax_pv: ``(s, acc, m, l, factor, v_lane)``: the last three for a whole tile.
+        total: ``l -> float32``: the sum over the row, in all its lanes.
+    """
+
+    q_lane: DeviceFunction
+    k_lane: DeviceFunction
+    v_lane: DeviceFunction
+    negate_q: DeviceFunction
+    load_q: DeviceFunction
+    multiply_qk: DeviceFunction
+    mask: DeviceFunction
+    raise_maximum: DeviceFunction
+    exponentials: DeviceFunction
+    multiply_pv: DeviceFunction
+    softmax_pv: DeviceFunction
+    total: DeviceFunction
+
+
+@device
+def factor_of(scale):
+    """What scores are multiplied with to be exponents of 2; the sign is Q's."""
+    return max(abs(scale) * float32(LOG2_E), float32(SMALLEST))
+
+
+@device
+def share_of(total):
+    """1 / total, and 1 for the empty sum of a row that saw nothing: its O is then 0."""
+    return rcp_approx(float32(1) if total == float32(0) else total)
+
+
+@device
+def log_sum(m, total):
+    """The natural logarithm of the sum of exponentials, from the maximum in base-2 units and the sum in units of it."""
+    return (m + lg2_approx(total)) * float32(LN_2)
+
+
+@cache
+def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescaled: bool = True) -> Steps:
+    """The steps for float16 or bfloat16; ``rescaled=False`` plants a fault."""
+    d, bn, frags, lazy, q_held = tiles.d, tiles.bn, tiles.frags, tiles.lazy, tiles.q_held
+    layout = swizzle(d)
+    pitch, place, step = layout.pitch, layout.at, layout.step
+    multiply = make_multiply(element, arch)
+    pack = vectors(element, 4, arch=arch).pack
+    quad_max, quad_sum = lanes_max(4), lanes_sum(4)
+    d_groups, n_groups, chunks = d // 8, bn // 8, d // 8
+    s_regs, a_regs, p_regs, rows = frags * n_groups * 4, frags * 4, frags * n_groups * 2, frags * 2
+
+    @device
+    def q_lane(q_tile, warp_row, lane):
+        return place(q_tile, warp_row + (lane & 15), lane >> 4)
+
+    @device
+    def k_lane(k_tile, lane):
+        return place(k_tile, (lane & 7) + 8 * (lane >> 4), (lane >> 3) & 1)
+
+    @device
+    def v_lane(v_tile, lane):
+        return place(v_tile, lane & 15, lane >> 4)
+
+    @device
+    def negate_q(q_tile, warp_row, lane):
+        raw = cuda.local.array(4, uint32)
+        for i in range(a_regs * chunks // 8):
+            index = uint32(lane) + uint32(32 * i)
+            at = place(q_tile, warp_row + int32(index // uint32(chunks)), index % uint32(chunks))
+            ld_shared_v4(raw, 0, at)
+            for j in range(4):
+                raw[j] ^= uint32(0x80008000)
+            st_shared_v4(at, raw, 0)
+        syncwarp()  # all of the warp's rows are turned before any lane reads another's
+
+    @device
+    def load_q(held, q_lane):
+        for k in range(q_held):
+            for f in range(frags):
+                ldmatrix_x4(held, (k * frags + f) * 4, step(q_lane, k) + uint32(f * 16 * pitch))
+
+    @device
+    def multiply_qk(s, held, q_lane, k_lane):
+        a = cuda.local.array(a_regs, uint32)
+        b = cuda.local.array(4, uint32)
+        for i in range(s_regs):
+            s[i] = float32(0)
+        for k in range(d // 16):
+            if k >= q_held:
+                for f in range(frags):
+                    ldmatrix_x4(a, 4 * f, step(q_lane, k) + uint32(f * 16 * pitch))
+            for n in range(bn // 16):
+                ldmatrix_x4(b, 0, step(k_lane, k) + uint32(n * 16 * pitch))
+                for f in range(frags):
+                    at = (f * n_groups + 2 * n) * 4
+                    if k < q_held:
+                        multiply(s, at, held, (k * frags + f) * 4, b, 0)
+                        multiply(s, at + 4, held, (k * frags + f) * 4, b, 2)
+                    else:
+                        multiply(s, at, a, 4 * f, b, 0)
+                        multiply(s, at + 4, a, 4 * f, b, 2)
+
+    @device
+    def mask(s, visible, lane):
+        for f in range(frags):
+            for half in range(2):
+                for n in range(n_groups):
+                    for i in range(2):
+                        if 2 * (lane & 3) + int32(8 * n + i) >= visible[2 * f + half]:
+                            s[(f * n_groups + n) * 4 + 2 * half + i] = float32(NOTHING)
+
+    @device
+    def rescale(acc, l, alpha):
+        for f in range(frags):
+            for half in range(2):
+                l[2 * f + half] *= alpha[2 * f + half]
+                if rescaled:
+                    for n in range(d_groups):
+                        acc[(f * d_groups + n) * 4 + 2 * half] *= alpha[2 * f + half]
+                        acc[(f * d_groups + n) * 4 + 2 * half + 1] *= alpha[2 * f + half]
+
+    @device
+    def raise_maximum(s, acc, m, l, origin, factor):
+        alpha = cuda.local.array(rows, float32)
+        risen = False
+        for f in range(frags):
+            for half in range(2):
+                r = 2 * f + half
+                top = s[f * n_groups * 4 + 2 * half]
+                for n in range(n_groups):
+                    at = (f * n_groups + n) * 4 + 2 * half
+                    top = max(top, max(s[at], s[at + 1]))
+                top = max(m[r], quad_max(top) * factor)
+                risen = risen or top > m[r]
+                origin[r] = float32(0) if top == float32(NOTHING) else top
+                alpha[r] = ex2_approx(m[r] - origin[r])
+                m[r] = top
+        if lazy:
+            if vote_any(risen):
+                rescale(acc, l, alpha)
+        else:
+            rescale(acc, l, alpha)
+
+    @device
+    def exponentials(p, s, l, origin, factor, k):
+        for f in range(frags):
+            for i in range(2):
+                for half in range(2):
+                    at = (f * n_groups + 2 * k + i) * 4 + 2 * half
+                    r = 2 * f + half
+                    x = ex2_approx(cuda.fma(s[at], factor, -origin[r]))
+                    y = ex2_approx(cuda.fma(s[at + 1], factor, -origin[r]))
+                    l[r] += x + y
+                    p[k * a_regs + 4 * f + 2 * i + half] = pack(x, y)
+
+    @device
+    def multiply_pv(acc, p, v_lane, k):
+        b = cuda.local.array(4, uint32)
+        for n in range(d // 16):
+            ldmatrix_x4_trans(b, 0, step(v_lane, n) + uint32(k * 16 * pitch))
+            for f in range(frags):
+                multiply(acc, (f * d_groups + 2 * n) * 4, p, k * a_regs + 4 * f, b, 0)
+                multiply(acc, (f * d_groups + 2 * n + 1) * 4, p, k * a_regs + 4 * f, b, 2)
+
+    @device
+    def softmax_pv(s, acc, m, l, factor, v_lane):
+        p = cuda.local.array(p_regs, uint32)
+        origin = cuda.local.array(rows, float32)
+        raise_maximum(s, acc, m, l, origin, factor)
+        for k in range(bn // 16):
+            exponentials(p, s, l, origin, factor, k)
+            multiply_pv(acc, p, v_lane, k)
+
+    return Steps(
+        q_lane, k_lane, v_lane, negate_q, load_q, multiply_qk, mask, raise_maximum, exponentials, multiply_pv,
+        softmax_pv, quad_sum,
+    )  # fmt: skip

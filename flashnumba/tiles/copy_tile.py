@@ -1,0 +1,165 @@
+"""A block copies a tile of rows from global memory into swizzled shared memory, zeros where there is nothing.
+
+By ``cp.async`` where rows are aligned to 4 bytes or more: the threads go on, and wait later. Otherwise, and on sm_75,
+by loads and stores, element by element where even a 16-byte load is not aligned.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import (
+    cp_async_4_zfill,
+    cp_async_8_zfill,
+    cp_async_16_zfill,
+    ld_global_b16,
+    ld_global_v4,
+    st_shared_v4,
+)
+from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
+from flashnumba.tiles.swizzle import swizzle
+
+__all__ = ["copies_ahead", "make_copy_tile"]
+
+
+def copies_ahead(vector: int, arch: str) -> bool:
+    """Whether tiles are copied by ``cp.async``, which has to be waited for."""
+    return vector >= 4 and int(arch.rstrip("a")) >= 80
+
+
+@cache
+def make_copy_tile(
+    rows: int, columns: int, threads: int, vector: int, arch: str = "80", *, even: bool = False, on: bool = True,
+    packed: bool = False,
+) -> DeviceFunction:  # fmt: skip
+    """``copy_tile(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
+
+    ``tile`` is a shared address; ``source`` the global address of the first row, int64, from which rows are
+    ``row_step`` and columns ``column_step`` bytes apart. Rows from ``rows_left`` and columns from ``columns_left`` on
+    become zeros. Eight neighbouring threads copy 128 bytes of a row, or four 64 bytes where rows are no multiple of
+    128.
+
+    Args:
+        rows, columns: of the tile, 16-bit elements; columns are a multiple of 32.
+        threads: of the block.
+        vector: bytes that every row is aligned to and a multiple of, 16, 8 or 4, where ``row_step`` is 0 to 2^23; 2 for
+            elements at any distance.
+        even: there are always ``columns`` columns.
+        on: False leaves the swizzle out, which plants a fault.
+        packed: rows are those of several heads in turn. Three arguments follow, ``row0, group, head_step``: row r of
+            the tile is row ``(row0 + r) // group`` of head ``(row0 + r) % group``, and there are ``rows_left`` from row
+            0 on.
+
+    Raises:
+        ValueError: the threads do not share out the rows evenly.
+    """
+    together = 8 if columns % 64 == 0 else 4
+    rows_at_once = threads // together
+    if columns % 32 or rows % rows_at_once:
+        raise ValueError(f"{threads} threads do not share out {rows} rows of {columns} elements")
+    steps, groups = rows // rows_at_once, columns // (8 * together)
+    layout = swizzle(columns, on)
+    place, pitch = layout.at, layout.pitch
+    copy_chunk = _make_copy_chunk(vector, arch)
+    near = vector >= 4
+
+    @device
+    def chunk_at(tile, row, chunk, i, g):
+        """Where chunk ``chunk + together * g`` of row ``row + rows_at_once * i`` lies; all but tile, row and chunk are
+        constants, so that most of it is one too."""
+        at = place(tile, row + uint32(i * rows_at_once % 8), chunk) + uint32(i * rows_at_once // 8 * 8 * pitch)
+        if together == 8:
+            return at + uint32(128 * g)
+        return (at ^ uint32(64 * (g % 2))) + uint32(128 * (g // 2))
+
+    @device
+    def copy_tile(tile, source, row_step, column_step, rows_left, columns_left):
+        row = uint32(cuda.threadIdx.x) // uint32(together)
+        chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        if near:
+            # One 32-bit offset a thread, from bases that all threads share.
+            offset = uint32(row * uint32(row_step) + uint32(16) * chunk)
+        if near and even and rows_left >= rows:
+            for i in range(steps):
+                base = source + int64(i * rows_at_once) * row_step
+                for g in range(groups):
+                    to = chunk_at(tile, row, chunk, i, g)
+                    copy_chunk(to, base + int64(16 * together * g) + int64(offset), column_step, int32(16))
+        else:
+            for i in range(steps):
+                for g in range(groups):
+                    there = int32(16)
+                    if not even:
+                        left = int32(columns_left) - int32(8) * int32(chunk) - int32(8 * together * g)
+                        there = min(int32(16), max(int32(0), int32(2) * left))
+                    if int64(row) + int64(i * rows_at_once) >= int64(rows_left):
+                        there = int32(0)
+                    if near:
+                        origin = source + int64(i * rows_at_once) * row_step + int64(16 * together * g) + int64(offset)
+                    else:
+                        origin = (
+                            source + (int64(row) + int64(i * rows_at_once)) * row_step
+                            + (int64(8) * int64(chunk) + int64(8 * together * g)) * column_step
+                        )  # fmt: skip
+                    copy_chunk(chunk_at(tile, row, chunk, i, g), origin, column_step, there)
+
+    @device
+    def copy_packed(tile, source, row_step, column_step, rows_left, columns_left, row0, group, head_step):
+        row = uint32(cuda.threadIdx.x) // uint32(together)
+        chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        for i in range(steps):
+            index = row0 + int64(row) + int64(i * rows_at_once)
+            origin = source + index // group * row_step + index % group * head_step
+            for g in range(groups):
+                column = int64(8) * int64(chunk) + int64(8 * together * g)
+                there = int32(min(int64(16), max(int64(0), int64(2) * (columns_left - column))))
+                if index >= rows_left:
+                    there = int32(0)
+                copy_chunk(chunk_at(tile, row, chunk, i, g), origin + column * column_step, column_step, there)
+
+    return copy_packed if packed else copy_tile
+
+
+def _make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
+    """``copy_chunk(to, source, column_step, there)``: 16 bytes of which ``there`` exist."""
+
+    @device
+    def ahead_16(to, source, column_step, there):
+        cp_async_16_zfill(to, uint64(source), uint32(there))
+
+    @device
+    def ahead_8(to, source, column_step, there):
+        for i in range(2):
+            part = min(int32(8), max(int32(0), there - int32(8 * i)))
+            cp_async_8_zfill(to + uint32(8 * i), uint64(source + int64(8 * i)), uint32(part))
+
+    @device
+    def ahead_4(to, source, column_step, there):
+        for i in range(4):
+            part = min(int32(4), max(int32(0), there - int32(4 * i)))
+            cp_async_4_zfill(to + uint32(4 * i), uint64(source + int64(4 * i)), uint32(part))
+
+    @device
+    def now_16(to, source, column_step, there):
+        raw = cuda.local.array(4, uint32)
+        for i in range(4):
+            raw[i] = uint32(0)
+        if there > int32(0):
+            ld_global_v4(raw, 0, uint64(source))
+        st_shared_v4(to, raw, 0)
+
+    @device
+    def by_element(to, source, column_step, there):
+        raw = cuda.local.array(4, uint32)
+        for i in range(4):
+            raw[i] = uint32(0)
+            if int32(4 * i) < there:
+                raw[i] = uint32(ld_global_b16(uint64(source + int64(2 * i) * column_step)))
+            if int32(4 * i + 2) < there:
+                raw[i] |= uint32(ld_global_b16(uint64(source + int64(2 * i + 1) * column_step))) << uint32(16)
+        st_shared_v4(to, raw, 0)
+
+    if copies_ahead(vector, arch):
+        return {16: ahead_16, 8: ahead_8, 4: ahead_4}[vector]
+    return now_16 if vector == 16 else by_element

@@ -1,0 +1,132 @@
+"""Split-KV attention: parts, their merge, a group of heads in one tile; and each planted fault is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashnumba.stages.flash_forward import split
+from flashnumba.stages.flash_forward.split import MERGE_ARGS, SPLIT_ARGS
+from flashnumba.stages.heads import Launch, Plan, Shape
+from flashnumba.tiles.attention import AttentionTiles
+from tests.stages.flash_forward.attention_cases import (
+    assert_attention,
+    caught,
+    hard_cases,
+    laid_out,
+    normal,
+    run,
+)
+
+SMALL = AttentionTiles(32, 16, 16, warps=1)
+
+
+def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = ""):
+    """A planner for given tiles and number of parts."""
+
+    def plan(shape: Shape) -> Plan:
+        kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
+        merge = split.make_merge(tiles.d, shape.element, broken=merge_broken)
+        units = -(-shape.m * shape.group // tiles.bm) * shape.kv_heads * shape.batch
+        sizes = (splits, shape.batch, shape.heads, shape.m)
+        return Plan(
+            (
+                Launch(kernel, units * splits, tiles.threads, tiles.shared, SPLIT_ARGS),
+                Launch(merge, shape.batch * shape.heads * shape.m, merge.threads, 0, MERGE_ARGS),
+            ),
+            {"acc_parts": (*sizes, shape.d), "m_parts": sizes, "l_parts": sizes},
+        )
+
+    return plan
+
+
+@pytest.mark.parametrize("case", hard_cases(np.float16)[::2], ids=str)
+def test_hard_cases(machine, case):
+    assert_attention(run(with_splits(3), case, machine), case)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 9])
+@pytest.mark.parametrize("m, group", [(1, 8), (3, 5), (1, 1), (20, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_parts_and_groups(machine, splits, m, group, causal):
+    """More parts than there are steps of keys too: some are then empty."""
+    case = normal(m, 70, 32, np.float16, heads=2 * group, kv_heads=2, causal=causal)
+    assert_attention(run(with_splits(splits), case, machine), case)
+
+
+@pytest.mark.parametrize("d", [1, 7, 64, 100, 256])
+def test_head_dimensions(machine, d):
+    case = normal(2, 75, d, (np.float16, ml_dtypes.bfloat16)[d % 2], heads=4, kv_heads=2, causal=True)
+    assert_attention(run(with_splits(3, AttentionTiles(-(-d // 32) * 32, 16, 32, warps=1)), case, machine), case)
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 63, 100])
+def test_lengths(machine, n):
+    case = normal(2, n, 32, np.float16, heads=6, kv_heads=2)
+    assert_attention(run(with_splits(4), case, machine), case)
+
+
+@pytest.mark.parametrize("case", list(laid_out(normal(3, 37, 16, np.float16, heads=2, causal=True)))[3::4], ids=str)
+def test_layouts(machine, case):
+    assert_attention(run(with_splits(2), case, machine), case)
+
+
+def test_four_warps(machine):
+    case = normal(5, 130, 64, np.float16, heads=8, kv_heads=1, causal=True)
+    assert_attention(run(with_splits(2, AttentionTiles(64, 64, 64)), case, machine), case)
+
+
+def test_as_planned(machine):
+    for m, group, n, d in ((1, 8, 300, 64), (12, 4, 100, 64), (2, 8, 100, 256)):
+        case = normal(m, n, d, np.float16, heads=group, kv_heads=1)
+        assert_attention(run(split.plan_split, case, machine), case)
+
+
+def test_how_many_parts():
+    """As many as fill a wave; no more than there are steps; one where the blocks fill the GPU anyway."""
+    assert split.splits_for(units=1, tiles=1000, resident=132) == 113
+    assert split.splits_for(units=8, tiles=128, resident=792) == 85
+    assert split.splits_for(units=8, tiles=3, resident=792) == 3
+    assert split.splits_for(units=1, tiles=0, resident=792) == 1
+    assert split.splits_for(units=10_000, tiles=128, resident=792) == 1
+    assert split.splits_for(units=792, tiles=128, resident=792) == 1
+
+
+def test_what_it_does_not_take():
+    shape = Shape("float32", 1, 1, 1, 8, 8, 32)
+    with pytest.raises(ValueError, match=r"q is float32.*flash_forward\.simt"):
+        split.plan_split(shape)
+    with pytest.raises(ValueError, match="needs sm_80, this is sm_75"):
+        split.plan_split(replace(shape, element="float16", arch="75"))
+
+
+FAULTS = {
+    "barrier": ("Race",),
+    "v_barrier": ("Race",),
+    "wait": ("ReadInFlight",),
+    "tail": ("wrong result",),
+    "causal": ("wrong result",),
+    "head": ("wrong result",),
+    "range": ("wrong result",),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_of_a_part(fault):
+    case = normal(3, 75, 32, np.float16, heads=5, kv_heads=1, causal=fault == "causal", scale=1.0)
+    found = caught(lambda seed: run(with_splits(2, broken=fault), case, seed=seed), case)
+    assert set(found) <= set(FAULTS[fault]), found
+
+
+@pytest.mark.parametrize("fault", split.MERGE_FAULTS)
+def test_planted_faults_of_the_merge(fault):
+    case = normal(1, 75, 32, np.float16, heads=2, scale=1.0)
+    found = caught(lambda seed: run(with_splits(9, merge_broken=fault), case, seed=seed), case)
+    assert set(found) <= {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}}[fault], found
+
+
+def test_every_fault_that_can_be_planted_is_tested():
+    assert set(split.FAULTS) == set(FAULTS)
