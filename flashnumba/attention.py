@@ -26,10 +26,8 @@ KERNELS = {"flash_forward.simt": "simt", "flash_forward.mma": "mma", "flash_forw
 """Kernels by name, ``stage.kernel``, and the file of the stage whose ``PLANS`` has it."""
 BACKENDS = ("auto", *KERNELS, "numpy", "emulator")
 
-TILE_ROWS = 64
-"""Query rows that one block of a tensor-core kernel takes."""
-LONG = 1024
-"""Keys from which it pays to cut them into parts and merge."""
+TILE, WARP, LONG = 128, 16, 1024
+"""Query rows of a block of ``mma`` and of a warp; keys from which it pays to share them out and merge."""
 
 
 class NoGpuWarning(UserWarning):
@@ -52,23 +50,27 @@ class Choice:
 
 
 def _tensor_cores(shape: Shape) -> bool:
-    return shape.element != "float32" and int(shape.arch.rstrip("a")) >= 80
+    return int(shape.arch.rstrip("a")) >= (75 if shape.element == "float16" else 80) and shape.element != "float32"
 
 
 def _few_rows(shape: Shape) -> bool:
-    blocks = shape.batch * shape.heads * -(-shape.m // TILE_ROWS)
-    return 2 * blocks <= shape.multiprocessors and shape.n >= LONG
+    blocks = shape.batch * shape.heads * -(-shape.m // TILE)
+    return shape.n >= LONG and (shape.m * shape.group <= WARP or 2 * blocks <= shape.multiprocessors)
 
 
 CHOICES = (
     Choice("there is no GPU of sm_75 or later", "numpy", lambda shape, gpu: not gpu),
     Choice(
-        f"16-bit elements on sm_80 or later, {LONG} keys or more, and tiles of {TILE_ROWS} query rows for at most half "
-        "of the multiprocessors",
+        f"float16 or bfloat16 on sm_80 or later, {LONG} keys or more, and few queries: at most {WARP} rows for each head "
+        f"of k, or tiles of {TILE} rows for at most half of the multiprocessors",
         "flash_forward.split",
-        lambda shape, gpu: _tensor_cores(shape) and _few_rows(shape),
+        lambda shape, gpu: _tensor_cores(shape) and int(shape.arch.rstrip("a")) >= 80 and _few_rows(shape),
     ),
-    Choice("16-bit elements on sm_80 or later", "flash_forward.mma", lambda shape, gpu: _tensor_cores(shape)),
+    Choice(
+        "float16 on sm_75 or later, bfloat16 on sm_80 or later",
+        "flash_forward.mma",
+        lambda shape, gpu: _tensor_cores(shape),
+    ),
     Choice("anything else", "flash_forward.simt", lambda shape, gpu: True),
 )
 """What ``backend="auto"`` means: the first row that holds. ``flashnumba doctor`` prints it."""
