@@ -61,8 +61,8 @@ def _few_rows(shape: Shape) -> bool:
 CHOICES = (
     Choice("there is no GPU of sm_75 or later", "numpy", lambda shape, gpu: not gpu),
     Choice(
-        f"float16 or bfloat16 on sm_80 or later, {LONG} keys or more, and few queries: at most {WARP} rows for each head "
-        f"of k, or tiles of {TILE} rows for at most half of the multiprocessors",
+        f"float16 or bfloat16 on sm_80 or later, {LONG} keys or more, and few queries: at most {WARP} rows for each "
+        f"head of k, or tiles of {TILE} rows for at most half of the multiprocessors",
         "flash_forward.split",
         lambda shape, gpu: _tensor_cores(shape) and int(shape.arch.rstrip("a")) >= 80 and _few_rows(shape),
     ),
