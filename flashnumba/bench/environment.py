@@ -7,8 +7,9 @@ from importlib.metadata import version
 from typing import Any
 
 from flashnumba.machine import gpu, install
+from flashnumba.stages.host import EMULATED_ARCH
 
-__all__ = ["environment", "torch_on_gpu"]
+__all__ = ["environment", "place", "torch_on_gpu"]
 
 
 def torch_on_gpu(bench: str) -> Any:
@@ -30,6 +31,20 @@ def torch_on_gpu(bench: str) -> Any:
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} sees no GPU; it must be a CUDA build")
     return torch
+
+
+def place(bench: str, machine: str) -> tuple[Any, str, str]:
+    """torch, the device of its tensors, and the architecture, for a bench on ``"cuda"`` or, as tests run one, on
+    ``"emulator"``.
+
+    Raises:
+        RuntimeError: as :func:`torch_on_gpu`.
+    """
+    if machine == "cuda":
+        return torch_on_gpu(bench), "cuda", gpu.device_arch()
+    import torch
+
+    return torch, "cpu", EMULATED_ARCH
 
 
 def environment(bench: str) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from flashnumba.bench.environment import environment as base_environment
-from flashnumba.bench.environment import torch_on_gpu
+from flashnumba.bench.environment import place, torch_on_gpu
 from flashnumba.bench.planned import kernels_of, planned
 from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, rounded, spread
 from flashnumba.compare import Comparison, compare
-from flashnumba.machine import gpu, launcher
+from flashnumba.machine import launcher
 from flashnumba.stages.gemm.problem import A_MAJORS, B_MAJORS, Plan, Shape
 from flashnumba.stages.gemm.reference import low_precision, naive
-from flashnumba.stages.host import EMULATED_ARCH
 
 __all__ = ["MAJORS", "PEER", "Judge", "environment", "kernels", "launchable", "measure"]
 
@@ -70,9 +69,9 @@ class Judge:
     """Compares a product with float64 on some rows, and asks whether all of it was written."""
 
     def __init__(self, torch: Any, a: Any, b: Any, element: str) -> None:
-        self.torch, self.element = torch, element
+        self.torch, self.a, self.b, self.element = torch, a, b, element
         self.rows = torch.tensor(spread(a.shape[0], ROWS), device=a.device)
-        # float32 holds the values of the 16-bit types; NumPy is slow with those.
+        # float32 holds the values of the 16-bit types, and NumPy is slow with those.
         left, right = a[self.rows].float().cpu().numpy(), b.float().cpu().numpy()
         self.expected, self.low = naive(left, right), rounded(low_precision(left, right), element)
 
@@ -80,10 +79,11 @@ class Judge:
         got = rounded(c[self.rows].float().cpu().numpy(), self.element)
         verdict = compare(got, self.expected, self.low)
         unwritten = (~self.torch.isfinite(c)).nonzero()
-        if verdict.ok and len(unwritten):
-            at = tuple(int(i) for i in unwritten[0])
-            return Comparison(False, np.inf, verdict.budget, at, float(c[at]), np.nan)
-        return verdict
+        if not verdict.ok or not len(unwritten):
+            return verdict
+        row, col = (int(i) for i in unwritten[0])
+        expected = float((self.a[row].double() * self.b[:, col].double()).sum())
+        return Comparison(False, np.inf, verdict.budget, (row, col), float(c[row, col]), expected)
 
 
 def measure(
@@ -107,8 +107,7 @@ def measure(
     Raises:
         RuntimeError: no GPU, or no torch that uses it.
     """
-    torch, device = _place(machine)
-    arch = gpu.device_arch() if machine == "cuda" else EMULATED_ARCH
+    torch, device, arch = place("gemm", machine)
     shape = Shape.packed(element, m, n, k, *majors, arch)
     random = torch.Generator(device=device).manual_seed(0)
 
@@ -148,11 +147,3 @@ def launchable(plan: Callable[[], Plan], a: Any, b: Any, c: Any, machine: str = 
         return c
 
     return [call]
-
-
-def _place(machine: str) -> tuple[Any, str]:
-    if machine == "cuda":
-        return torch_on_gpu("gemm"), "cuda"
-    import torch
-
-    return torch, "cpu"

@@ -19,7 +19,7 @@ import numpy as np
 from flashnumba.bench import timing
 from flashnumba.compare import Comparison
 
-__all__ = ["Candidate", "Clock", "Measured", "Runner", "Size", "rounded", "spread", "write"]
+__all__ = ["Candidate", "Clock", "Measured", "Runner", "Size", "rounded", "spread", "willing", "write"]
 
 WRONG, FAILED = "WRONG", "FAILED"
 """How the notes of kernels begin that computed something else, or raised."""
@@ -129,7 +129,7 @@ class Runner:
         """
         Args:
             rates: figures that follow from the seconds of a call.
-            ratios: a figure's name, and whose seconds are divided by the candidate's.
+            ratios: a figure's name, and whose seconds are divided by the candidate's; that one comes first.
             until: ``time.monotonic()`` after which no further candidate is begun.
             report: called with each result as it is there.
         """
@@ -175,7 +175,7 @@ class Runner:
         rates = self.rates(seconds or 1.0)
         measured.figures = dict(rates) if seconds else dict.fromkeys(rates)
         for figure, name in self.ratios.items():
-            other = self.size.seconds_of(name)
+            other = self.size.seconds_of(name) if name != measured.name else None
             measured.figures[figure] = other / seconds if seconds and other else None
 
 
