@@ -22,7 +22,7 @@ __all__ = ["register", "unable"]
 # Heading and width of each column, for a wide terminal and for one of 80 columns.
 WIDE = {
     "stage": 14, "kernel": 13, "machine": 8, "size": 19,
-    "error": 8, "budget": 8, "bytes/el": 12, "time": 8, "verdict": 8,
+    "error": 8, "budget": 8, "bytes/el": 15, "time": 8, "verdict": 8,
 }  # fmt: skip
 NARROW = {"kernel": 13, "machine": 8, "size": 18, "error": 7, "budget": 7, "B/el": 4, "time": 7, "verdict": 8}
 RIGHT = ("error", "budget", "bytes/el", "B/el", "time")
@@ -121,8 +121,8 @@ def line(console: Console, result: Result) -> None:
         "size": result.case.size,
         "error": f"{found.error:.1e}" if found else "-",
         "budget": f"{found.budget:.1e}" if found else "-",
-        "bytes/el": "-" if moved is None else f"{moved:g} ({result.rung.traffic})",
-        "B/el": "-" if moved is None else f"{moved:g}",
+        "bytes/el": "-" if moved is None else f"{moved:.4g} ({result.rung.traffic})",
+        "B/el": "-" if moved is None else f"{moved:.4g}",
         "time": "-" if result.seconds is None else duration(result.seconds),
         "verdict": f"[{style}]{result.verdict}[/]",
     }
@@ -160,8 +160,8 @@ def summary(console: Console, results: list[Result], figures: list[Path], second
     )
     console.print(
         "error: max |out - float64|, inf where one is finite and the other is not. bytes/el: bytes of global memory "
-        "for each element, counted from the algorithm (R reads, W writes). time: one call, compiled before, arrays in "
-        "to array out.",
+        "for each element, counted from the algorithm (R reads, W writes; or the tile of the result that is computed "
+        "at once). time: one call, compiled before, arrays in to array out.",
         style="dim", highlight=False,
     )  # fmt: skip
     for path in figures:
