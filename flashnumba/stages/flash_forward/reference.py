@@ -70,29 +70,23 @@ def _of_query_heads(k: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None, mask: np.ndarray,
-    inside: DTypeLike = np.float64, p_dtype: DTypeLike | None = None,
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Attention with any mask, all scores at once.
+    """Attention in float64 with any mask, all scores at once.
 
     Args:
         q, k, v: see the module's conventions.
         scale: any finite number; 1/sqrt(D) if None.
         mask: ``[M, N]`` bool (or what broadcasts to ``[..., H, M, N]``), True where row i may see key j.
-        inside: what to compute in.
-        p_dtype: what weights are rounded to before they meet V; ``inside`` if None.
 
     Returns:
-        o ``[..., H, M, D]`` and lse ``[..., H, M]``, of ``inside``.
+        o ``[..., H, M, D]`` and lse ``[..., H, M]``, float64.
     """
     with np.errstate(invalid="ignore", over="ignore"):  # inf - inf and 0 * inf are NaN, as the limits say
-        s = scores(q, k, scale, mask, inside)  # [..., H, M, N]
+        s = scores(q, k, scale, mask, np.float64)  # [..., H, M, N]
         m = s.max(-1, initial=-np.inf)  # [..., H, M]
         p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
-        l = p.sum(-1)  # [..., H, M]
-        weights = p.astype(p_dtype or inside).astype(inside)  # [..., H, M, N]
-        acc = weights @ _of_query_heads(v, q).astype(inside)  # [..., H, M, D]
-    return normalise((m, l, acc))
+        return normalise((m, p.sum(-1), p @ _of_query_heads(v, q).astype(np.float64)))
 
 
 def dense(
@@ -108,17 +102,30 @@ def dense(
 
 def low_precision(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None, causal: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """:func:`dense` as a GPU does it: float32 inside, P rounded to the inputs' type before P V, O rounded to it too.
 
-    Its distance from the float64 result is the error that the mathematics excuses, see :mod:`flashnumba.compare`.
+    Its distance from the float64 result is the error that the mathematics excuses, see :mod:`flashnumba.compare`. So
+    keys are added in their order, as a kernel adds them, not in NumPy's pairs, whose sums are more exact: float32 keys
+    one after the other, 16-bit keys by the sixteens of a tensor core.
 
     Returns:
         o ``[..., H, M, D]`` of q's dtype and lse ``[..., H, M]`` float32.
     """
-    mask = visible(q.shape[-2], k.shape[-2], causal)  # [M, N]
-    o, lse = attend(q, k, v, scale, mask, np.float32, q.dtype)  # [..., H, M, D], [..., H, M]
-    with np.errstate(over="ignore"):  # a float16 O of values near 65504 may round to inf
+    n, at_once = k.shape[-2], 1 if q.dtype == np.float32 else 16
+    mask = visible(q.shape[-2], n, causal)  # [M, N]
+    v = _of_query_heads(v, q).astype(np.float32)  # [..., H, N, D]
+    _, l, acc = empty(q.shape, np.float32)  # [..., H, M], [..., H, M, D]
+    with np.errstate(invalid="ignore", over="ignore"):  # as in attend; and O near 65504 may round to float16's inf
+        s = scores(q, k, scale, mask, np.float32)  # [..., H, M, N]
+        m = s.max(-1, initial=-np.inf)  # [..., H, M]
+        p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
+        weights = p.astype(q.dtype).astype(np.float32)  # [..., H, M, N]
+        for j in range(0, n, at_once):
+            keys = slice(j, j + at_once)
+            acc = acc + weights[..., keys] @ v[..., keys, :]  # [..., H, M, D]
+        l = np.add.accumulate(p, -1)[..., -1] if n else l  # [..., H, M]
+        o, lse = normalise((m, l, acc))  # [..., H, M, D], [..., H, M]
         return o.astype(q.dtype), lse  # [..., H, M, D], [..., H, M]
 
 
