@@ -18,16 +18,16 @@ from typing import Any
 
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import CUDNN, FA2, PEERS, Judge, launches, peer, settings, shape_of
+from flashnumba.bench.heads import CUDNN, EFFICIENT, FA2, MATH, Judge, Place, launches, peer, settings, shape_of
 from flashnumba.bench.planned import kernels_of, planned
 from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, spread
 
-__all__ = ["READABLE", "Problem", "environment", "kernels", "measure", "problems"]
+__all__ = ["READABLE", "SMALL", "Problem", "environment", "kernels", "measure", "problems"]
 
 READABLE = "simt"
 """The kernel that is measured on float32 only, and the others not at all."""
-ROWS = 32
-"""Rows of each head looked at that are compared with float64."""
+RUNS, ROWS = 4, 8
+"""Runs of rows of each head looked at, and rows of a run, that are compared with float64."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Problem:
     def flops(self) -> float:
         """Multiplications and additions of the two products; half of them if causal."""
         return 4 * self.batch * self.heads * self.n**2 * self.d / (2 if self.causal else 1)
+
+
+SMALL = Problem("float32", 4, 16, 1024, 64)
+"""What :data:`READABLE` is measured on."""
 
 
 def kernels() -> tuple[str, ...]:
@@ -92,18 +96,20 @@ def measure(
     sizes = (problem.batch, problem.heads, problem.n, problem.d)
     dtype = getattr(torch, problem.element)
     q, k, v = (torch.randn(sizes, generator=random, device=device, dtype=dtype) for _ in range(3))
-    size = Size(asdict(problem))
+    size, full = Size(asdict(problem)), problem.element == "float32"
+    peers = {"of_efficient": EFFICIENT, "of_math": MATH} if full else {"of_fa2": FA2, "of_cudnn": CUDNN}
     runner = Runner(
-        size, lambda seconds: {"flops_per_second": problem.flops / seconds}, {"of_fa2": FA2, "of_cudnn": CUDNN},
-        clock=clock or Clock(), until=until, report=report,
+        size, lambda seconds: {"flops_per_second": problem.flops / seconds}, peers, clock=clock or Clock(), until=until,
+        report=report,
     )  # fmt: skip
-    corners = {(i * (problem.batch - 1) // 2, i * (problem.heads - 1) // 2) for i in range(3)}
-    rows = spread(problem.n, ROWS)
-    judge = Judge(
-        torch, q, k, v, problem.element, [(b, h, [h], rows) for b, h in sorted(corners)], causal=problem.causal
-    )
-    full = problem.element == "float32"
-    for name in list(PEERS)[2:] if full else list(PEERS)[:2]:
+    heads = {(i * (problem.batch - 1) // 2, i * (problem.heads - 1) // 2) for i in range(3)}
+    places = [
+        Place(b, h, slice(h, h + 1), slice(row, min(row + ROWS, problem.n)))
+        for b, h in sorted(heads)
+        for row in spread(max(1, problem.n - ROWS + 1), RUNS)
+    ]
+    judge = Judge(torch, q, k, v, problem.element, places, causal=problem.causal)
+    for name in peers.values():
         runner.run(peer(torch, name, [(q, k, v)], causal=problem.causal), judge)
     usual = [name for name in kernels() if (name == READABLE) == full]
     shape = shape_of(q, k, v, causal=problem.causal, machine=machine)

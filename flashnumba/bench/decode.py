@@ -21,14 +21,15 @@ from typing import Any
 from flashnumba.bench import timing
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import CUDNN, FA2, Judge, launches, peer, settings, shape_of
+from flashnumba.bench.heads import CUDNN, FA2, Judge, Place, launches, peer, settings, shape_of
 from flashnumba.bench.planned import kernels_of, planned
 from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = ["COPY", "USUAL", "GraphClock", "Problem", "environment", "host_times", "kernels", "measure"]
+__all__ = ["BANDWIDTH", "COPY", "USUAL", "GraphClock", "Problem", "environment", "host_times", "kernels", "measure"]
 
 COPY = "copy of as many bytes"
+BANDWIDTH = "copy of 1 GiB, bytes a second"
 USUAL = ("split",)
 """What is measured if nothing else is asked for."""
 IN_TURN = 1 << 30
@@ -56,10 +57,12 @@ class GraphClock(Clock):
     """Times calls in a CUDA graph; those that cannot be captured one after the other, and says so."""
 
     def repeated(self, calls: Sequence[Callable[[], Any]], warmup: int, runs: int) -> tuple[float, str]:
+        for i in range(warmup):
+            calls[i % len(calls)]()
         try:
             return timing.time_graph(calls, runs=runs), ""
         except RuntimeError as error:
-            seconds, _ = super().repeated(calls, warmup, runs)
+            seconds, _ = super().repeated(calls, 0, runs)
             return seconds, f"with the host's time, as no graph takes it: {' '.join(str(error).split())[:160]}"
 
 
@@ -71,7 +74,7 @@ def kernels() -> tuple[str, ...]:
 def environment() -> dict[str, Any]:
     """What the figures depend on, the speed of a copy of 1 GiB among it."""
     found = base_environment("decode") | settings(torch_on_gpu("decode"))
-    return found | {"copy of 1 GiB, bytes a second": timing.copy_bandwidth(1 << 30)}
+    return found | {BANDWIDTH: timing.copy_bandwidth(1 << 30)}
 
 
 def measure(
@@ -115,7 +118,7 @@ def measure(
     runner.run(Candidate(COPY, partial(copies, torch, [k for _, k, _ in sets]), ours=False))
     group = problem.heads // problem.kv_heads
     ends = {(0, 0), (problem.batch - 1, problem.kv_heads - 1)}
-    places = [(b, h, range(h * group, (h + 1) * group), [0]) for b, h in sorted(ends)]
+    places = [Place(b, h, slice(h * group, (h + 1) * group), slice(0, 1)) for b, h in sorted(ends)]
     judge = Judge(torch, *sets[0], problem.element, places)
     for name in (FA2, CUDNN):
         runner.run(peer(torch, name, sets), judge)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from flashnumba.bench.runner import Candidate, rounded, willing
+from flashnumba.bench.runner import Candidate, check_written, rounded, willing
 from flashnumba.compare import Comparison, compare
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import empty_like_kind
-from flashnumba.stages.flash_forward.reference import attend
+from flashnumba.stages.flash_forward.reference import dense, low_precision
 from flashnumba.stages.heads import Plan, Shape, prepare_heads, signature
 
-__all__ = ["CUDNN", "FA2", "PEERS", "Judge", "launches", "peer", "settings", "shape_of"]
+__all__ = [
+    "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "launches", "peer", "settings", "shape_of",
+]  # fmt: skip
 
-FA2, CUDNN = "torch, FlashAttention-2", "torch, cuDNN"
-PEERS = {
-    FA2: "FLASH_ATTENTION", CUDNN: "CUDNN_ATTENTION", "torch, efficient": "EFFICIENT_ATTENTION", "torch, math": "MATH",
-}  # fmt: skip
+FA2, CUDNN, EFFICIENT, MATH = "torch, FlashAttention-2", "torch, cuDNN", "torch, memory-efficient", "torch, plain"
+PEERS = {FA2: "FLASH_ATTENTION", CUDNN: "CUDNN_ATTENTION", EFFICIENT: "EFFICIENT_ATTENTION", MATH: "MATH"}
 """Backends of ``torch.nn.functional.scaled_dot_product_attention``, by the names they have in tables."""
 
 Inputs = tuple[Any, Any, Any]
@@ -90,51 +91,52 @@ def _launches(plan: Plan, q: Any, k: Any, v: Any, causal: bool, machine: str) ->
     return call
 
 
-class Judge:
-    """Compares attention with float64 on some rows of some heads, and asks whether all of it was written.
+@dataclass(frozen=True)
+class Place:
+    """Rows of q that are looked at: of ``heads``, which all read head ``kv_head`` of one sequence of K."""
 
-    Args:
-        places: (batch, head of k and v, heads of q that read it, rows of q).
-    """
+    batch: int
+    kv_head: int
+    heads: slice
+    rows: slice
+
+    def of(self, x: Any) -> np.ndarray:
+        """The rows of ``[B, H, M, ...]``, one head's after the other's, as float32, which holds 16-bit values."""
+        picked = x[self.batch, self.heads, self.rows]
+        return picked.reshape(-1, *picked.shape[2:]).float().cpu().numpy()
+
+
+class Judge:
+    """Compares attention with float64 at some places, and asks whether all of it was written."""
 
     def __init__(
-        self, torch: Any, q: Any, k: Any, v: Any, element: str,
-        places: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], *, causal: bool = False,
+        self, torch: Any, q: Any, k: Any, v: Any, element: str, places: Sequence[Place], *, causal: bool = False
     ) -> None:  # fmt: skip
         self.torch, self.element, self.places = torch, element, places
-        dtype = rounded(np.zeros(1), element).dtype
         found: list[list[np.ndarray]] = [[], [], [], []]
-        m, n = q.shape[2], k.shape[2]
-        for batch, kv_head, heads, rows in places:
-            # The heads that read one head of K are as more rows of it: nothing of K is repeated.
-            some = self._picked(q, batch, heads, rows)
-            keys, values = (x[batch, kv_head].float().cpu().numpy() for x in (k, v))
-            visible = np.arange(n) <= np.array(rows)[:, None] + n - m if causal else np.ones((len(rows), n), bool)
-            mask = np.tile(visible, (len(heads), 1))
-            o, lse = attend(some, keys, values, None, mask)
-            o_low, lse_low = attend(some, keys, values, None, mask, np.float32, dtype)
-            for into, what in zip(found, (o, lse, o_low, lse_low), strict=True):
+        for place in places:
+            # Heads that read the same K are as more rows: nothing of K is repeated. Where causal, keys end with those
+            # that the last of the rows sees, so the reference aligns the rows with them.
+            end = place.rows.stop + k.shape[2] - q.shape[2] if causal else k.shape[2]
+            keys, values = (x[place.batch, place.kv_head, :end].float().cpu().numpy() for x in (k, v))
+            some = rounded(place.of(q), element)
+            results = (
+                *dense(some, keys, values, causal=causal), *low_precision(some, keys, values, causal=causal)
+            )  # fmt: skip
+            for into, what in zip(found, results, strict=True):
                 into.append(what)
         self.o, self.lse, self.o_low, self.lse_low = map(np.concatenate, found)
-
-    def _picked(self, x: Any, batch: int, heads: Sequence[int], rows: Sequence[int]) -> np.ndarray:
-        """``[heads * rows, ...]`` as float32, which holds the 16-bit types' values."""
-        picked = x[batch][list(heads)][:, list(rows)]
-        return picked.reshape(len(heads) * len(rows), *picked.shape[2:]).float().cpu().numpy()
 
     def __call__(self, result: Any) -> Comparison:
         """The comparison of o; that of lse where o is right and lse is not. ``result`` is o, or (o, lse)."""
         o, lse = result if isinstance(result, tuple) else (result, None)
-        got = np.concatenate([self._picked(o, b, heads, rows) for b, _, heads, rows in self.places])
-        verdict = compare(rounded(got, self.element), self.o, rounded(self.o_low, self.element))
+        verdict = compare(rounded(self._at_places(o), self.element), self.o, self.o_low)
         if verdict.ok and lse is not None:
-            got = np.concatenate([self._picked(lse, b, heads, rows) for b, _, heads, rows in self.places])
-            of_lse = compare(got, self.lse, self.lse_low)
+            of_lse = compare(self._at_places(lse), self.lse, self.lse_low)
             verdict = verdict if of_lse.ok else of_lse
         if verdict.ok:
-            for x in (o, *(() if lse is None else (lse,))):
-                unwritten = (~self.torch.isfinite(x)).nonzero()
-                if len(unwritten):
-                    at = tuple(int(i) for i in unwritten[0])
-                    return Comparison(False, np.inf, verdict.budget, at, float(x[at]), np.nan)
+            check_written(self.torch, *((o,) if lse is None else (o, lse)))
         return verdict
+
+    def _at_places(self, x: Any) -> np.ndarray:
+        return np.concatenate([place.of(x) for place in self.places])

@@ -19,7 +19,24 @@ import numpy as np
 from flashnumba.bench import timing
 from flashnumba.compare import Comparison
 
-__all__ = ["Candidate", "Clock", "Measured", "Runner", "Size", "rounded", "spread", "willing", "write"]
+__all__ = [
+    "Candidate",
+    "Clock",
+    "Measured",
+    "Runner",
+    "Size",
+    "Wrong",
+    "check_written",
+    "rounded",
+    "spread",
+    "willing",
+    "write",
+]
+
+
+class Wrong(ArithmeticError):
+    """A result that is not what was asked for, other than by a :class:`~flashnumba.compare.Comparison`."""
+
 
 WRONG, FAILED = "WRONG", "FAILED"
 """How the notes of kernels begin that computed something else, or raised."""
@@ -145,6 +162,8 @@ class Runner:
         else:
             try:
                 self._measure(candidate, judge, measured)
+            except Wrong as error:
+                measured.note = f"{WRONG}: {error}"
             except Exception as error:
                 kept = FAILED if candidate.ours else "not measured"
                 measured.note = f"{kept}: {type(error).__name__}: {_first_line(error)}"
@@ -197,6 +216,16 @@ def willing(call: Callable[[], Any]) -> Sequence[Callable[[], Any]]:
             reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in said]
             raise ValueError(f"refused: {' '.join(dict.fromkeys(reasons)) or _first_line(error)}") from error
     return [call]
+
+
+def check_written(torch: Any, *arrays: Any) -> None:
+    """Raise :class:`Wrong` for an element that is not finite: results are filled with NaN, and inputs are finite."""
+    for array in arrays:
+        written = torch.isfinite(array)
+        if not written.all():
+            at = (~written).nonzero()[0].tolist()
+            value = float(array[tuple(at)])
+            raise Wrong(f"{int((~written).sum())} elements are not finite, the first at {at}: {value}")
 
 
 def rounded(values: np.ndarray, element: str) -> np.ndarray:
