@@ -127,7 +127,7 @@ class Clock:
             return once, "one call timed"
         warm, self.warm_up = self.warm_up, 0.0
         runs = max(1, min(self.runs, int(self.seconds / once)))
-        return self.repeated(calls, max(min(3, runs), int(warm / once)), runs)
+        return self.repeated(calls, max(min(3, runs), round(warm / once)), runs)
 
     def repeated(self, calls: Sequence[Callable[[], Any]], warmup: int, runs: int) -> tuple[float, str]:
         return timing.time_gpu(lambda call: call(), [(call,) for call in calls], warmup=warmup, runs=runs), ""
