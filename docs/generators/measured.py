@@ -89,7 +89,11 @@ def fastest_of(measured: Sequence[Row]) -> Row | None:
 def table(rows: Sequence[Row]) -> str:
     """A table with a column for each key; columns that are empty throughout are left out."""
     lines = [shown(row) for row in rows]
-    heads = [head for head in dict.fromkeys(h for line in lines for h in line) if any(x.get(head) for x in lines)]
+    heads = [
+        head
+        for head in dict.fromkeys(h for line in lines for h in line)
+        if any(x.get(head, "-") not in ("", "-") for x in lines)
+    ]
     return markdown(heads, [[line.get(head, "-") for head in heads] for line in lines])
 
 

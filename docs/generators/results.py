@@ -160,7 +160,7 @@ def draw_attention(folder: Path, target: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "flashnumba"
     dims, masks = sorted({d for d, _ in found}), sorted({causal for _, causal in found})
     figure = Figure(figsize=(3.4 * len(dims), 2.7 * len(masks) + 0.5), layout="constrained", facecolor="white")
-    panels = figure.subplots(len(masks), len(dims), squeeze=False, sharex=True, sharey="row")
+    panels = figure.subplots(len(masks), len(dims), squeeze=False, sharex=True, sharey=True)
     names = list(dict.fromkeys(name for panel in found.values() for name in panel))
     others = iter((BLUE, RED, GREEN, "#CC79A7", "#56B4E9"))
     colors = {
@@ -175,10 +175,12 @@ def draw_attention(folder: Path, target: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({n for panel in found.values() for points in panel.values() for n, _ in points}))
         axes.xaxis.set_major_formatter(lambda n, _: f"{n:g}")
-        axes.set_ylim(bottom=0)
         axes.set_title(f"D = {d}{', causal' if causal else ''}", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", lw=0.6)
+    panels[0, 0].set_ylim(
+        0, 1.05 * max(rate for panel in found.values() for points in panel.values() for _, rate in points)
+    )
     for axes in panels[:, 0]:
         axes.set_ylabel("TFLOP/s")
     for axes in panels[-1]:

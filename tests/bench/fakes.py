@@ -68,7 +68,10 @@ def decode_file():
     about = {"element": "float16", "batch": 4, "n": 8192, "heads": 64, "kv_heads": 8, "d": 128, "nbytes": 134217728}
     size = Size(about)
     rates = {"bytes_per_second": 3.1e12, "of_copy": 0.74, "of_equal_copy": 0.91, "of_fa2": 1.2}
-    size.measured += [one("copy of as many bytes", 4e-5, ours=False, bytes_per_second=3.4e12), one(FA2, 5e-5, ours=False)]
+    size.measured += [
+        one("copy of as many bytes", 4e-5, ours=False, bytes_per_second=3.4e12),
+        one(FA2, 5e-5, ours=False),
+    ]
     size.measured += [one(CUDNN, None, ours=False, note="refused"), one("split", 4.3e-5, **rates)]
     host = [
         {"q": "[1, 4, 64, 64]", "name": "flashnumba.attention", "seconds": 1.2e-5, "note": ""},

@@ -205,6 +205,8 @@ def test_without_torch_or_a_place_to_write(run, monkeypatch, tmp_path, name):
 
     run(name, *FEW[name])
     run.asked.clear()
-    monkeypatch.setattr(bench, "_environment", lambda name, found, out, real=bench._environment: real(name, environment, out))
+    monkeypatch.setattr(
+        bench, "_environment", lambda name, found, out, real=bench._environment: real(name, environment, out)
+    )
     result = run(name)
     assert result.exit_code == 2 and "torch, which is not installed" in result.output and not run.asked
