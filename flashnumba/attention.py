@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.stages.again import Recipes, kind, of_heads
 
 if TYPE_CHECKING:
-    from flashnumba.stages.heads import Heads, Planner, Shape
+    from flashnumba.stages import heads
 
 __all__ = ["BACKENDS", "CHOICES", "KERNELS", "Choice", "NoGpuWarning", "attention", "choose"]
 
@@ -46,14 +46,14 @@ class Choice:
 
     when: str
     backend: str
-    holds: Callable[[Shape, bool], bool]
+    holds: Callable[[heads.Shape, bool], bool]
 
 
-def _tensor_cores(shape: Shape) -> bool:
+def _tensor_cores(shape: heads.Shape) -> bool:
     return int(shape.arch.rstrip("a")) >= (75 if shape.element == "float16" else 80) and shape.element != "float32"
 
 
-def _few_rows(shape: Shape) -> bool:
+def _few_rows(shape: heads.Shape) -> bool:
     blocks = shape.batch * shape.heads * -(-shape.m // TILE)
     return shape.n >= LONG and (shape.m * shape.group <= WARP or 2 * blocks <= shape.multiprocessors)
 
@@ -61,8 +61,8 @@ def _few_rows(shape: Shape) -> bool:
 CHOICES = (
     Choice("there is no GPU of sm_75 or later", "numpy", lambda shape, gpu: not gpu),
     Choice(
-        f"float16 or bfloat16 on sm_80 or later, {LONG} keys or more, and few queries: at most {WARP} rows for each head "
-        f"of k, or tiles of {TILE} rows for at most half of the multiprocessors",
+        f"float16 or bfloat16 on sm_80 or later, {LONG} keys or more, and few queries: at most {WARP} rows for each "
+        f"head of k, or tiles of {TILE} rows for at most half of the multiprocessors",
         "flash_forward.split",
         lambda shape, gpu: _tensor_cores(shape) and int(shape.arch.rstrip("a")) >= 80 and _few_rows(shape),
     ),
@@ -163,7 +163,7 @@ def _first(
     return (o, lse) if return_lse else o
 
 
-def choose(shape: Shape, gpu: bool) -> Choice:
+def choose(shape: heads.Shape, gpu: bool) -> Choice:
     """The row of :data:`CHOICES` that holds for a problem.
 
     Args:
@@ -173,7 +173,7 @@ def choose(shape: Shape, gpu: bool) -> Choice:
     return next(choice for choice in CHOICES if choice.holds(shape, gpu))
 
 
-def planner(kernel: str) -> Planner:
+def planner(kernel: str) -> heads.Planner:
     """How one of :data:`KERNELS` is launched."""
     stage, name = kernel.split(".")
     return import_module(f"flashnumba.stages.{stage}.{KERNELS[kernel]}").PLANS[name]
@@ -199,14 +199,14 @@ def _check_places(backend: str, **arrays: Any) -> None:
             )
 
 
-def _has_gpu(heads: Heads) -> bool:
+def _has_gpu(heads: heads.Heads) -> bool:
     """Whether there is a GPU for a problem. One that is too old counts where the arrays are: a launch says why not."""
     from flashnumba.machine.instruction import runs_on
 
     return heads.machine == "cuda" and (heads.device is not None or runs_on(heads.shape.arch, "75"))
 
 
-def _on_numpy(heads: Heads) -> tuple[Any, Any]:
+def _on_numpy(heads: heads.Heads) -> tuple[Any, Any]:
     from flashnumba.machine.arrays import element_dtype
     from flashnumba.stages.flash_forward import blas
 

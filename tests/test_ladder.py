@@ -22,7 +22,7 @@ def test_every_folder_is_listed_once():
 
 def test_find():
     assert find("softmax") is STAGES[0]
-    with pytest.raises(ValueError, match="no stage 'sofmax'; the stages are softmax, online_softmax"):
+    with pytest.raises(ValueError, match="no stage 'sofmax'; the stages are softmax, online_softmax, gemm"):
         find("sofmax")
 
 
@@ -40,12 +40,13 @@ def test_a_stage_says_what_a_reader_needs(stage):
 @pytest.mark.parametrize("machine", ["emulator", "cuda"])
 def test_cases_are_consistent(stage, machine):
     for case in stage.cases(machine, False):
-        x = case.inputs["x"]
         assert case.reference.dtype == np.float64
-        assert case.reference.shape == case.lowprec.shape == x.shape
-        assert case.lowprec.dtype == x.dtype
+        assert case.reference.shape == case.lowprec.shape
+        assert {x.dtype for x in case.inputs.values()} == {case.lowprec.dtype}
         assert np.isfinite(case.reference).all()
-        assert case.size == f"{x.shape[0]} x {x.shape[1]} {x.dtype.name}"
+        *lengths, element = case.size.replace(" x ", "x").replace("x", " ").split()
+        assert tuple(map(int, lengths[: case.reference.ndim])) == case.reference.shape
+        assert element == case.lowprec.dtype.name
         assert any(rung.takes(case) for rung in stage.kernels)
 
 
@@ -54,7 +55,8 @@ def test_the_emulator_gets_small_cases_and_full_ones_are_bigger(stage):
     small, full = stage.cases("emulator", False), stage.cases("emulator", True)
     assert sum(case.reference.size for case in small) < 60_000
     assert all(b.reference.size > a.reference.size for a, b in zip(small, full, strict=True))
-    assert max(case.inputs["x"].max() for case in small) > 78.9, "the score of 79 is among them"
+    if "softmax" in stage.name:
+        assert max(case.inputs["x"].max() for case in small) > 78.9, "the score of 79 is among them"
 
 
 @PARAMS
@@ -65,7 +67,7 @@ def test_references_stay_in_their_budget_or_fail_as_meant(stage):
             assert result.verdict == ("as meant" if rung.must_fail else "ok"), result.note
             assert result.machine == "numpy"
             if not rung.must_fail:
-                assert 0 < result.comparison.error < 1e-12, "float64 beside float64 computed another way"
+                assert result.comparison.error < 1e-12, "float64 beside float64 computed another way"
 
 
 def test_compile_cases_are_those_of_every_tier_there_is(monkeypatch):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flashnumba.machine.prepared import Fixed
-    from flashnumba.stages.heads import Heads, Plan
-    from flashnumba.stages.rows import Rows
+    from flashnumba.stages import heads, rows
 
 __all__ = ["Recipe", "Recipes", "kind", "of_heads", "of_rows", "rows_key"]
 
@@ -95,7 +94,7 @@ def rows_key(x: Any, out: Any, kernel: str, machine: str, stream: Any) -> Any:
     return kernel, machine, of_x, of_out, other == first
 
 
-def of_rows(rows: Rows, out: Any) -> Recipe | None:
+def of_rows(rows: rows.Rows, out: Any) -> Recipe | None:
     """The recipe ``(x) -> out`` or, with ``out`` given, ``(x, out) -> out`` of a launch; None if it was on copies."""
     from flashnumba.machine import launcher
 
@@ -120,7 +119,7 @@ def _reach(tensor: Any) -> int:
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-def of_heads(heads: Heads, plan: Plan, return_lse: bool) -> Recipe | None:
+def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe | None:
     """The recipe ``(q, k, v) -> o`` or ``(o, lse)`` of a plan that was run; None unless on torch tensors on a GPU."""
     from flashnumba.machine import launcher
     from flashnumba.stages.heads import signature

@@ -56,10 +56,14 @@ def scores(
     q: np.ndarray, k: np.ndarray, scale: float | None, mask: np.ndarray, inside: DTypeLike
 ) -> np.ndarray:  # fmt: skip
     """``scale * Q K^T`` where the mask lets it be seen, -inf elsewhere: ``[..., H, M, N]`` of ``inside``."""
-    scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     s = q.astype(inside) @ _of_query_heads(k, q).astype(inside).swapaxes(-1, -2)  # [..., H, M, N]
-    s = s * np.dtype(inside).type(scale)  # [..., H, M, N]
-    return np.where(mask, s, -np.inf).astype(inside)  # [..., H, M, N]
+    return masked(s, scale, mask, q.shape[-1])  # [..., H, M, N]
+
+
+def masked(s: np.ndarray, scale: float | None, mask: np.ndarray, d: int) -> np.ndarray:
+    """Scale first, then mask: ``[..., H, M, N]`` of S's dtype."""
+    s = s * s.dtype.type(1 / sqrt(d) if scale is None else scale)  # [..., H, M, N]
+    return np.where(mask, s, -np.inf).astype(s.dtype)  # [..., H, M, N]
 
 
 def _of_query_heads(k: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -106,27 +110,32 @@ def low_precision(
     """:func:`dense` as a GPU does it: float32 inside, P rounded to the inputs' type before P V, O rounded to it too.
 
     Its distance from the float64 result is the error that the mathematics excuses, see :mod:`flashnumba.compare`. So
-    keys are added in their order, as a kernel adds them, not in NumPy's pairs, whose sums are more exact: float32 keys
-    one after the other, 16-bit keys by the sixteens of a tensor core.
+    sums run in their order, as in a kernel, not in NumPy's pairs or BLAS's lanes, whose results are more exact:
+    float32 one after the other, 16-bit elements by the sixteens of a tensor core.
 
     Returns:
         o ``[..., H, M, D]`` of q's dtype and lse ``[..., H, M]`` float32.
     """
     n, at_once = k.shape[-2], 1 if q.dtype == np.float32 else 16
     mask = visible(q.shape[-2], n, causal)  # [M, N]
-    v = _of_query_heads(v, q).astype(np.float32)  # [..., H, N, D]
-    _, l, acc = empty(q.shape, np.float32)  # [..., H, M], [..., H, M, D]
+    k, v = (_of_query_heads(x, q).astype(np.float32) for x in (k, v))  # [..., H, N, D], [..., H, N, D]
     with np.errstate(invalid="ignore", over="ignore"):  # as in attend; and O near 65504 may round to float16's inf
-        s = scores(q, k, scale, mask, np.float32)  # [..., H, M, N]
+        s = in_order(q.astype(np.float32), k.swapaxes(-1, -2), at_once)  # [..., H, M, N]
+        s = masked(s, scale, mask, q.shape[-1])  # [..., H, M, N]
         m = s.max(-1, initial=-np.inf)  # [..., H, M]
         p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
-        weights = p.astype(q.dtype).astype(np.float32)  # [..., H, M, N]
-        for j in range(0, n, at_once):
-            keys = slice(j, j + at_once)
-            acc = acc + weights[..., keys] @ v[..., keys, :]  # [..., H, M, D]
-        l = np.add.accumulate(p, -1)[..., -1] if n else l  # [..., H, M]
+        l = np.add.accumulate(p, -1)[..., -1] if n else np.zeros_like(m)  # [..., H, M]
+        acc = in_order(p.astype(q.dtype).astype(np.float32), v, at_once)  # [..., H, M, D]
         o, lse = normalise((m, l, acc))  # [..., H, M, D], [..., H, M]
         return o.astype(q.dtype), lse  # [..., H, M, D], [..., H, M]
+
+
+def in_order(a: np.ndarray, b: np.ndarray, at_once: int) -> np.ndarray:
+    """``a @ b``, ``at_once`` products at a time from the first to the last: ``[..., R, C]``."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)  # [..., R, C]
+    for i in range(0, a.shape[-1], at_once):
+        total = total + a[..., i : i + at_once] @ b[..., i : i + at_once, :]  # [..., R, C]
+    return total
 
 
 # -- block by block ----------------------------------------------------------------------------------------------------
