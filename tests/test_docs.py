@@ -24,11 +24,9 @@ sys.path.insert(0, str(DOCS))
 import generators  # noqa: E402
 from generators import api, instructions, resources, results, tables  # noqa: E402
 
-from flashnumba.ladder import STAGES  # noqa: E402
+from flashnumba.attention import CHOICES  # noqa: E402
 from flashnumba.machine.resources import Resources, write  # noqa: E402
 from tests.bench import fakes  # noqa: E402
-
-from flashnumba.attention import CHOICES  # noqa: E402
 
 NOTEBOOK = {
     "cells": [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# A lesson\n"}],
