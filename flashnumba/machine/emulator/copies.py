@@ -185,7 +185,7 @@ def bulk_store(thread: Thread, dst: int, src: int, nbytes: int) -> None:
 
 
 def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> None:
-    """``cp.async.bulk.tensor``, shared to global; what lies beyond the tensor's end is dropped."""
+    """``cp.async.bulk.tensor``, shared to global; what lies beyond the tensor's end is dropped, by whole 16 bytes."""
     if min(coordinates) < 0:
         raise thread.fault(
             faults.OutOfBounds,
@@ -194,6 +194,13 @@ def tensor_store(thread: Thread, tensor: Any, src: int, *coordinates: int) -> No
             f"hardware stops with an illegal instruction",
         )
     nbytes, chunks = _tensor_box(thread, tensor, coordinates, src)
+    left = (tensor.array.shape[-1] - coordinates[0]) * tensor.array.itemsize
+    if thread.block.shared.checks and 0 < left < tensor.box[-1] * tensor.array.itemsize and left % 16:
+        raise thread.fault(
+            faults.OutOfBounds,
+            f"a tensor copy whose rows end {left} bytes on: the copy engine drops whole 16 bytes only, so the "
+            f"{-left % 16} bytes that follow each row's end are overwritten",
+        )
     if not tensor.array.flags.writeable:
         raise thread.fault(faults.ReadOnly, "a tensor copy into an array that is read-only")
     memory, shared = thread.launch.memory, thread.block.shared

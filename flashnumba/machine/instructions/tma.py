@@ -4,7 +4,9 @@ Loads report their bytes to an mbarrier. Stores are committed in groups and wait
 made on the host, holds the tensor's address, shape, strides, the box and the swizzle; a kernel gets its address as a
 uint64. Coordinates name the box's first element, innermost axis first; what lies outside the tensor is read as zero and
 not written. The innermost coordinate is a multiple of 16 bytes, and a store's coordinates are not negative: an H200
-stops with an illegal instruction otherwise.
+stops with an illegal instruction otherwise. A load's rows end where the tensor's do, to the byte; a store drops whole
+16 bytes only, so the rows of a tensor that is stored to are multiples of 16 bytes long, or what follows them is
+overwritten.
 
 With a swizzle of S bytes (32, 64, 128) the innermost axis of a box is at most S bytes wide, and the 16-byte chunk meant
 for address ``a`` lies at ``a ^ ((a >> 7 & m) << 4)``, m = 1, 3, 7: eight rows at one column fall into different banks.

@@ -34,15 +34,13 @@ from flashnumba.machine.instructions import (
     cp_async_commit,
     cp_async_wait,
     global_address,
-    mma_m16n8k8_f16,
-    mma_m16n8k16_bf16,
-    mma_m16n8k16_f16,
     shared_address,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.tiles.move import make_mover
 from flashnumba.tiles.operands import make_operand
 from flashnumba.tiles.raster import make_raster
+from flashnumba.tiles.tensor import make_multiply
 from flashnumba.tiles.writeback import make_writeback
 
 __all__ = ["Tiles", "make_mma"]
@@ -58,6 +56,7 @@ class Tiles:
         slots: of the ring.
         band: rows of tiles that neighbouring blocks share, see :mod:`flashnumba.tiles.raster`.
         min_blocks: blocks a multiprocessor that the registers must leave room for.
+        swizzled: False lays chunks in shared memory in order: right, and slow, to be measured beside the other.
 
     Raises:
         ValueError: sizes that do not go together; the message says which.
@@ -71,6 +70,7 @@ class Tiles:
     slots: int = 4
     band: int = 8
     min_blocks: int = 1
+    swizzled: bool = True
 
     def __post_init__(self) -> None:
         for name in ("bm", "bn", "bk", "wm", "wn"):
@@ -112,22 +112,6 @@ class Tiles:
     def shared(self) -> int:
         """Dynamic shared memory: the ring, in whose place C is written at the end, and room to align it."""
         return 128 + max(self.slots * self.slot_bytes, self.bm * self.bn * 2)
-
-
-def _multiply_16(element: str, native: bool) -> DeviceFunction:
-    """``multiply_16(acc, acc_at, a, a_at, b, b_at)``: 16 x 8 by 16 k."""
-    whole = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16}[element]
-
-    @device
-    def one(acc, acc_at, a, a_at, b, b_at):
-        whole(acc, acc_at, a, a_at, b, b_at)
-
-    @device
-    def two_halves(acc, acc_at, a, a_at, b, b_at):
-        mma_m16n8k8_f16(acc, acc_at, a, a_at, b, b_at)
-        mma_m16n8k8_f16(acc, acc_at, a, a_at + 2, b, b_at + 1)
-
-    return one if native else two_halves
 
 
 def _groups(native: bool, slots: int, waits: bool) -> tuple[DeviceFunction, DeviceFunction, DeviceFunction]:
@@ -190,19 +174,19 @@ def make_mma(
     threads, across, steps = tiles.threads, bn // wn, bk // 16
     a_bytes, slot_bytes, ring_bytes = bm * bk * 2, tiles.slot_bytes, slots * tiles.slot_bytes
     a_along_k, b_along_k = a_major == "k", b_major == "k"
-    how = {"through_registers": not native, "masked": broken != "tail"}
+    how = {"through_registers": not native, "masked": broken != "tail", "swizzled": tiles.swizzled}
     move_a = make_mover(*((bm, bk // 8) if a_along_k else (bk, bm // 8)), threads, width_a, **how)
     move_b = make_mover(*((bn, bk // 8) if b_along_k else (bk, bn // 8)), threads, width_b, **how)
     start_a, finish_a, start_b, finish_b = move_a.start, move_a.finish, move_b.start, move_b.finish
     own_a, own_b = move_a.own, move_b.own
     raw_b, raw_words = move_a.registers, max(1, move_a.registers + move_b.registers)
-    part_a = make_operand("a", a_along_k, wm, bm, bk)
-    part_b = make_operand("b", b_along_k, wn, bn, bk, swizzled=broken != "swizzle")
+    part_a = make_operand("a", a_along_k, wm, bm, bk, swizzled=tiles.swizzled)
+    part_b = make_operand("b", b_along_k, wn, bn, bk, swizzled=tiles.swizzled and broken != "swizzle")
     locate_a, load_a, a_words, a_offsets = part_a.locate, part_a.load, part_a.registers, part_a.offsets
     locate_b, load_b, b_words, b_offsets = part_b.locate, part_b.load, part_b.registers, part_b.offsets
     two_a, two_b, m_frags, n_frags = 2 * a_words, 2 * b_words, wm // 16, wn // 8
     accumulators = 4 * m_frags * n_frags
-    multiply_16 = _multiply_16(element, native)
+    multiply_16 = make_multiply(element, arch)
     commit, wait_next, wait_all = _groups(native, slots, broken != "wait")
     raster = make_raster(tiles.band)
     write_warp = make_writeback(element, wm, wn, width_c, arch, ordered=broken != "lanes")

@@ -55,6 +55,10 @@ def plan_of(shape: Shape, tiles: Tiles, blocks: int = 0, broken: str = "") -> Pl
             f"{narrow[0]}; wgmma's copy engine takes lines that start at multiples of 16 bytes: use mma, or pad lines "
             "to a multiple of 8 elements"
         )
+    if shape.whole("c") != 16:
+        raise ValueError(
+            f"n is {shape.n}; the copy engine writes rows of C in whole 16 bytes, so n must be a multiple of 8: use mma"
+        )
     if max(shape.m, shape.n, shape.k) > 2**31 - 512:
         raise ValueError(f"{shape.m} x {shape.n} x {shape.k}; coordinates of the copy engine are 32 bits: use mma")
     rows, cols = tiles_of(shape, tiles)

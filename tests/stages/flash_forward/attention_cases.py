@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flashnumba.compare import assert_close, compare
-from flashnumba.machine import launcher
+from flashnumba.machine import gpu, launcher
 from flashnumba.machine.arrays import describe, host_view
 from flashnumba.machine.emulator import Fault
 from flashnumba.stages import heads
@@ -247,14 +247,14 @@ def run(
 
     Args:
         plan: a planner of a stage's ``PLANS``, or any function from a shape to a plan.
-        seed, arch, checks: of the emulator.
+        seed, arch, checks: of the emulator; a GPU has its own architecture.
         o_strides: in elements; packed if None.
 
     Raises:
         Fault: of the emulator.
         AssertionError: something was written outside the outputs.
     """
-    shape = replace(case.shape, arch=arch)
+    shape = replace(case.shape, arch=gpu.device_arch() if machine == "cuda" else arch)
     planned = plan(shape)
     o, lse = Guarded(case.q.shape, case.q.dtype, o_strides), Guarded(case.q.shape[:3], np.float32)
     scale = heads.check_scale(case.scale, shape.d)

@@ -32,12 +32,17 @@ SMALL = {
 """Small tiles, so that small problems have several."""
 
 
-def with_tiles(tiles: AttentionTiles, arch: str = "80", broken: str = "", vector: int = 0):
-    """A planner for given tiles."""
+def with_tiles(tiles: AttentionTiles, arch: str = "", broken: str = "", vector: int = 0):
+    """A planner for given tiles; the kernel is that of the shape's architecture unless ``arch`` says otherwise."""
 
     def plan(shape: Shape) -> Plan:
         kernel = mma.make_mma(
-            tiles, shape.element, vector or shape.vector, arch, even=shape.d == tiles.d, broken=broken
+            tiles,
+            shape.element,
+            vector or shape.vector,
+            arch or mma.tier(shape),
+            even=shape.d == tiles.d,
+            broken=broken,
         )
         blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
         return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared),))

@@ -26,7 +26,8 @@ def _hopper(request):
 
 
 def padded(m, n, k, dtype=np.float16, a_major="k", b_major="n", arch="90a", seed=0):
-    """A product whose lines are padded to multiples of 16 bytes, by NaN."""
+    """A product whose lines are padded to multiples of 16 bytes, by NaN; N is the next multiple of 8."""
+    n += -n % 8
     lines = (k if a_major == "k" else m, n if b_major == "n" else k, n)
     return product(m, n, k, dtype, a_major, b_major, gaps=tuple(-line % 8 for line in lines), arch=arch, seed=seed)
 
@@ -130,6 +131,13 @@ def test_planted_faults_are_caught(broken, a_major, b_major, seed):
 def test_sizes_that_do_not_go_together(sizes, message):
     with pytest.raises(ValueError, match=message):
         Tiles(**sizes)
+
+
+def test_rows_of_c_are_whole_16_bytes():
+    """The copy engine would overwrite what lies between rows, as it did on an H200."""
+    made = product(70, 36, 48, np.float16, gaps=(0, 4, 4))
+    with pytest.raises(ValueError, match=r"n is 36; .* n must be a multiple of 8: use mma"):
+        wgmma.plan_wgmma(made.shape)
 
 
 def test_what_wgmma_does_not_take():
