@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from flashnumba import attention
 from flashnumba.attention import KERNELS
@@ -29,9 +29,13 @@ THERE = [name for name, file in KERNELS.items() if find_spec(f"flashnumba.stages
 HALF = (np.float16, ml_dtypes.bfloat16)
 
 
-def fuzz(examples: int):
+def fuzz(examples: int, shrink: bool = True):
+    """Settings. Without ``shrink`` a failing example is reported as it was found: a smaller one would take minutes."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples * TIMES, deadline=None, derandomize=TIMES == 1, suppress_health_check=slow)
+    phases = [phase for phase in Phase if shrink or phase not in (Phase.shrink, Phase.explain)]
+    return settings(
+        max_examples=examples * TIMES, deadline=None, derandomize=TIMES == 1, suppress_health_check=slow, phases=phases
+    )
 
 
 def judged(case: Case, backend: str) -> None:
@@ -73,7 +77,7 @@ def test_kernels_on_the_emulator(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu, "unavailable", lambda: "not asked for")
     float32_too = () if kernel != "flash_forward.simt" else (np.float32,)
 
-    @fuzz(6)
+    @fuzz(4, shrink=False)
     @given(problems(40, 150, 64, 1, HALF + float32_too))
     def small(case: Case) -> None:
         judged(case, kernel)
@@ -88,7 +92,7 @@ def test_kernels_on_a_gpu(kernel: str) -> None:
     torch = sys.modules.get("torch")
     dtypes = HALF if kernel in ("flash_forward.mma", "flash_forward.split") else (*HALF, np.float32)
 
-    @fuzz(60)
+    @fuzz(60, shrink=False)
     @given(problems(600, 1300, 256, 2, dtypes))
     def large(case: Case) -> None:
         judged(case, kernel)
