@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from flashnumba import attention
 from flashnumba.attention import KERNELS
@@ -25,13 +24,16 @@ from tests.attention_strategy import problems
 from tests.stages.flash_forward.attention_cases import Case
 
 TIMES = int(os.environ.get("FLASHNUMBA_FUZZ", "1"))
-THERE = [name for name, file in KERNELS.items() if find_spec(f"flashnumba.stages.flash_forward.{file}")]
 HALF = (np.float16, ml_dtypes.bfloat16)
 
 
-def fuzz(examples: int):
+def fuzz(examples: int, shrink: bool = True):
+    """Settings. Without ``shrink`` a failing example is reported as it was found: a smaller one would take minutes."""
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(max_examples=examples * TIMES, deadline=None, derandomize=TIMES == 1, suppress_health_check=slow)
+    phases = [phase for phase in Phase if shrink or phase not in (Phase.shrink, Phase.explain)]
+    return settings(
+        max_examples=examples * TIMES, deadline=None, derandomize=TIMES == 1, suppress_health_check=slow, phases=phases
+    )
 
 
 def judged(case: Case, backend: str) -> None:
@@ -66,14 +68,14 @@ def test_numpy_with_several_tiles(case: Case) -> None:
     judged(case, "numpy")
 
 
-@pytest.mark.parametrize("kernel", THERE)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_on_the_emulator(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from flashnumba.machine import gpu
 
     monkeypatch.setattr(gpu, "unavailable", lambda: "not asked for")
     float32_too = () if kernel != "flash_forward.simt" else (np.float32,)
 
-    @fuzz(6)
+    @fuzz(4, shrink=False)
     @given(problems(40, 150, 64, 1, HALF + float32_too))
     def small(case: Case) -> None:
         judged(case, kernel)
@@ -82,13 +84,13 @@ def test_kernels_on_the_emulator(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*THERE, "auto"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
 def test_kernels_on_a_gpu(kernel: str) -> None:
     """Arrays of a library on the GPU where there is one, else copied there and back."""
     torch = sys.modules.get("torch")
     dtypes = HALF if kernel in ("flash_forward.mma", "flash_forward.split") else (*HALF, np.float32)
 
-    @fuzz(60)
+    @fuzz(60, shrink=False)
     @given(problems(600, 1300, 256, 2, dtypes))
     def large(case: Case) -> None:
         judged(case, kernel)

@@ -40,6 +40,9 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        return f"<{self.name}, {self.q.dtype}, causal={self.causal}, scale={self.scale}>"
+
     @property
     def shape(self) -> heads.Shape:
         """What a planner is told, with the emulator's architecture."""
