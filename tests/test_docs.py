@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from flashnumba.ladder import STAGES
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
@@ -22,11 +24,9 @@ sys.path.insert(0, str(DOCS))
 import generators  # noqa: E402
 from generators import api, instructions, resources, results, tables  # noqa: E402
 
-from flashnumba.ladder import STAGES  # noqa: E402
+from flashnumba.attention import CHOICES  # noqa: E402
 from flashnumba.machine.resources import Resources, write  # noqa: E402
 from tests.bench import fakes  # noqa: E402
-
-from flashnumba.attention import CHOICES  # noqa: E402
 
 NOTEBOOK = {
     "cells": [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# A lesson\n"}],
