@@ -26,7 +26,7 @@ __all__ = ["READABLE", "SMALL", "Problem", "environment", "kernels", "measure", 
 
 READABLE = "simt"
 """The kernel that is measured on float32 only, and the others not at all."""
-RUNS, ROWS = 4, 8
+RUNS, ROWS = 4, 16
 """Runs of rows of each head looked at, and rows of a run, that are compared with float64."""
 
 

@@ -112,31 +112,35 @@ class Judge:
     def __init__(
         self, torch: Any, q: Any, k: Any, v: Any, element: str, places: Sequence[Place], *, causal: bool = False
     ) -> None:  # fmt: skip
-        self.torch, self.element, self.places = torch, element, places
-        found: list[list[np.ndarray]] = [[], [], [], []]
+        self.torch, self.element = torch, element
+        self.known: list[tuple[Place, tuple[np.ndarray, ...]]] = []
         for place in places:
             # Heads that read the same K are as more rows: nothing of K is repeated. Where causal, keys end with those
             # that the last of the rows sees, so the reference aligns the rows with them.
             end = place.rows.stop + k.shape[2] - q.shape[2] if causal else k.shape[2]
             keys, values = (x[place.batch, place.kv_head, :end].float().cpu().numpy() for x in (k, v))
             some = rounded(place.of(q), element)
-            results = (
-                *dense(some, keys, values, causal=causal), *low_precision(some, keys, values, causal=causal)
-            )  # fmt: skip
-            for into, what in zip(found, results, strict=True):
-                into.append(what)
-        self.o, self.lse, self.o_low, self.lse_low = map(np.concatenate, found)
+            exact, low = (attend(some, keys, values, causal=causal) for attend in (dense, low_precision))
+            self.known.append((place, (*exact, *low)))
 
     def __call__(self, result: Any) -> Comparison:
-        """The comparison of o; that of lse where o is right and lse is not. ``result`` is o, or (o, lse)."""
-        o, lse = result if isinstance(result, tuple) else (result, None)
-        verdict = compare(rounded(self._at_places(o), self.element), self.o, self.o_low)
-        if verdict.ok and lse is not None:
-            of_lse = compare(self._at_places(lse), self.lse, self.lse_low)
-            verdict = verdict if of_lse.ok else of_lse
-        if verdict.ok:
-            check_written(self.torch, *((o,) if lse is None else (o, lse)))
-        return verdict
+        """The comparison of o at the place where its error is largest; of o, or then of lse, where one is not right.
 
-    def _at_places(self, x: Any) -> np.ndarray:
-        return np.concatenate([place.of(x) for place in self.places])
+        Each place has a budget of its own: rows that see few keys have larger values, and larger errors.
+
+        Args:
+            result: o, or (o, lse).
+
+        Raises:
+            Wrong: an element is not finite.
+        """
+        o, lse = result if isinstance(result, tuple) else (result, None)
+        of_o, of_lse = [], []
+        for place, (o_exact, lse_exact, o_low, lse_low) in self.known:
+            of_o.append(compare(rounded(place.of(o), self.element), o_exact, o_low))
+            if lse is not None:
+                of_lse.append(compare(place.of(lse), lse_exact, lse_low))
+        bad = next((verdict for verdict in (*of_o, *of_lse) if not verdict.ok), None)
+        if bad is None:
+            check_written(self.torch, *((o,) if lse is None else (o, lse)))
+        return bad or max(of_o, key=lambda verdict: verdict.error)
