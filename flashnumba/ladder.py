@@ -20,6 +20,7 @@ __all__ = ["STAGES", "Case", "Passes", "Result", "Rung", "Stage", "compile_cases
 NAMES = (
     "softmax",
     "online_softmax",
+    "flash_forward",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

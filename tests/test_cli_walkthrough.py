@@ -14,14 +14,16 @@ from typer.testing import CliRunner
 from flashnumba import commands
 from flashnumba.cli import app
 from flashnumba.commands import walkthrough
-from flashnumba.ladder import STAGES, Passes, Rung, find
+from flashnumba.ladder import NAMES, STAGES, Passes, Rung, find
 from flashnumba.machine import compiler, gpu
+from flashnumba.stages import flash_forward, heads
+from flashnumba.stages.flash_forward.reference import low_precision as attention
 from flashnumba.stages.softmax.reference import low_precision
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Stand-ins for both stages' host functions; ``kernels.calls`` are those made, ``kernels.spoil`` breaks one."""
+    """Stand-ins for the stages' host functions; ``kernels.calls`` are those made, ``kernels.spoil`` breaks one."""
     state = SimpleNamespace(calls=[], spoil=None)
 
     def softmax(x, out=None, *, kernel, machine):
@@ -31,12 +33,18 @@ def kernels(monkeypatch):
             p[-1, -1] += p.dtype.type(0.01)
         return p
 
-    for stage in STAGES:
-        name = f"flashnumba.stages.{stage.name}"
+    def forward(q, k, v, kernel, *, causal, machine):
+        state.calls.append((kernel, machine))
+        return attention(q, k, v, causal=causal)
+
+    for stage in ("softmax", "online_softmax"):
+        name = f"flashnumba.stages.{stage}"
         module = ModuleType(f"{name}.simt")
         module.softmax = softmax
         monkeypatch.setitem(sys.modules, f"{name}.simt", module)
         monkeypatch.setattr(import_module(name), "simt", module, raising=False)
+    monkeypatch.setattr(flash_forward, "plans", lambda: {rung.name: rung.name for rung in flash_forward.STAGE.kernels})
+    monkeypatch.setattr(heads, "forward", forward)
     return state
 
 
@@ -90,8 +98,9 @@ def test_a_kernel_outside_its_budget_is_exit_1_and_the_walk_goes_on(kernels, tmp
     result = invoke("walkthrough", "--machine", "emulator", "--out", tmp_path)
     assert result.exit_code == 1
     assert "above the budget" in result.output
-    assert len(kernels.calls) == 3 * len(find("softmax").kernels) + 2 * len(find("online_softmax").kernels)
-    assert {path.name for path in tmp_path.iterdir()} == {"softmax.png", "online_softmax.png"}
+    taken = [rung.takes(case) for stage in STAGES for case in stage.cases("emulator", False) for rung in stage.kernels]
+    assert len(kernels.calls) == sum(taken)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{stage.name}.png" for stage in STAGES}
 
 
 def test_a_naive_version_that_does_not_fail_is_exit_1(kernels, tmp_path, monkeypatch):
@@ -142,7 +151,7 @@ def test_which_gpu_runs_what(monkeypatch, have, needs, able):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stage", "gemn"], "--stage: there is no stage 'gemn'; the stages are softmax, online_softmax"),
+        (["--stage", "gemn"], f"--stage: there is no stage 'gemn'; the stages are {', '.join(NAMES)}"),
         (["--machine", "tpu"], "--machine is 'tpu'; it must be auto, cuda or emulator"),
     ],
 )

@@ -19,7 +19,8 @@ from flashnumba.stages.heads import Shape
 from flashnumba.stages.stage import Case
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = ["FULL", "MASKED", "SKIPPED", "Moved", "Traffic", "floor", "fused", "shape_of", "split", "tile_kinds", "unfused"]
+__all__ = ["FULL", "MASKED", "SKIPPED", "Moved", "Traffic", "floor", "fused", "shape_of", "split", "tile_kinds",
+           "unfused"]  # fmt: skip
 
 SKIPPED, MASKED, FULL = range(3)
 """What a kernel does with a tile of S: leave it out, compute and mask it, compute it."""
@@ -44,7 +45,7 @@ class Moved:
 
     Attributes:
         once: q, k and v read once, o and lse written once: no kernel moves less.
-        again: k and v read again.
+        again: k and v, and q by parts of the keys, read again.
         scores: S and P.
         parts: unfinished states (m, l, acc), written and read.
     """
@@ -86,8 +87,8 @@ def unfused(shape: Shape) -> Moved:
 
 
 def fused(shape: Shape, bm: int, bn: int) -> Moved:
-    """A flash kernel with tiles of ``bm`` rows and ``bn`` keys. Each row tile reads the keys that it does not skip; the
-    last row sees all keys, so all are read at least once."""
+    """A flash kernel with tiles of ``bm`` rows and ``bn`` keys. Each row tile reads the tiles that it does not skip, as
+    mma does; simt ends the last one at the diagonal. The last row sees all keys, so all are read at least once."""
     tiles = (tile_kinds(shape.m, shape.n, bm, bn, shape.causal) != SKIPPED).sum(1)  # [row tiles]
     keys = int(np.minimum(tiles * bn, shape.n).sum())
     read = ITEMSIZE[shape.element] * shape.batch * shape.heads * 2 * keys * shape.d
@@ -95,13 +96,15 @@ def fused(shape: Shape, bm: int, bn: int) -> Moved:
 
 
 def split(shape: Shape, bm: int, bn: int, splits: int) -> Moved:
-    """Split-KV: the heads of a group are rows of one tile, and ``splits`` states a row go through memory in float32.
+    """Split-KV: the heads of a group are rows of one tile, each part reads q, and ``splits`` states a row go through
+    memory in float32.
 
     Causal is counted as if every row tile saw all keys, which rows this few nearly do.
     """
     packed = replace(shape, heads=shape.kv_heads, m=shape.m * shape.group, causal=False)
     states = 4 * splits * shape.batch * shape.heads * shape.m * (shape.d + 2)
-    return replace(fused(packed, bm, bn), parts=2 * states)
+    again = fused(packed, bm, bn).again + (splits - 1) * _rows(shape) // 2
+    return Moved(floor(shape).once, again, parts=2 * states)
 
 
 # -- of a case ---------------------------------------------------------------------------------------------------------

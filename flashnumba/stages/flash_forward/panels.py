@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE
+from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
 from flashnumba.stages.flash_forward.count import FULL, MASKED, SKIPPED, Moved, tile_kinds
 from flashnumba.stages.flash_forward.reference import blocked
 
@@ -32,7 +32,7 @@ def draw_tiles(axes: Axes, m: int, n: int, bm: int, bn: int, causal: bool = True
         color = KINDS[int(kinds[row, key])][1]
         axes.add_patch(_rectangle((key * bn, row * bm), *size, fc=color, ec="white", lw=1.5))
     if causal:
-        axes.plot([n - m, n], [0, m], color=ORANGE, lw=1.6)
+        axes.plot([n - m, n], [0, m], color=RED, lw=1.6)
     for kind, (words, color) in KINDS.items():
         count = int((kinds == kind).sum())
         if count:
@@ -59,11 +59,12 @@ def draw_running(axes: Axes, q: np.ndarray, k: np.ndarray, v: np.ndarray, row: i
     for end in ends[:-1]:
         axes.axvline(end, color="#dddddd", lw=0.7, zorder=0)
     axes.set(xlabel=f"key; a line after each block of {block}", ylabel="score, m", xlim=(0, len(scores)))
+    axes.set_ylim(top=scores.max() + 0.2 * np.ptp(scores))  # room for the legend
     axes.set_title(f"query {row}: what is kept, after each block of keys")
     right = axes.twinx()
     right.plot(ends, l, "o-", color=ORANGE, ms=3.5, lw=1, label="sum l")
     right.set_ylabel("l, in units of exp(m)", color=ORANGE)
-    right.set_ylim(0, 1.35 * l.max())
+    right.set_ylim(0, 1.3 * l.max())
     right.spines["top"].set_visible(False)
     handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
     right.legend(handles=handles, fontsize=8, loc="upper left", ncols=3)
