@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flashnumba.commands import refuse
-from flashnumba.machine.compiler import TARGETS, CompileCase, Compiled, architectures, compile_kernel, why_not
+from flashnumba.machine.compiler import TARGETS, CompileCase, Compiled, compile_kernel, why_not
 from flashnumba.machine.gate import budget_of, problems
 from flashnumba.machine.occupancy import NOTES, budget
 
@@ -65,7 +65,7 @@ def resources(
         stems = dict.fromkeys(case.name.split()[0] for case in known)
         refuse("\n    ".join([f"--kernel is {kernel!r}, which is in no kernel's name; they begin with", *stems]))
     wanted = _architectures(arch)
-    plan = [(case, [target for target in architectures(case.kernel) if target in wanted]) for case in cases]
+    plan = [(case, [target for target in case.architectures if target in wanted]) for case in cases]
     plan = [(case, targets) for case, targets in plan if targets]
     if not plan:
         refuse(f"--arch is {arch!r}; these kernels need sm_{' or sm_'.join(sorted({c.kernel.arch for c in cases}))}")

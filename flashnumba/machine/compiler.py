@@ -68,13 +68,25 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompileCase:
-    """A kernel as a stage launches it, for tables and tests: ``shared`` is the dynamic shared memory in bytes."""
+    """A kernel as a stage launches it, for tables and tests.
+
+    Attributes:
+        shared: bytes of dynamic shared memory.
+        chosen_for: the architectures that a plan chooses this kernel for; empty for all that the kernel claims.
+    """
 
     name: str
     kernel: Kernel
     signature: tuple[Any, ...]
     threads: int
     shared: int = 0
+    chosen_for: tuple[str, ...] = ()
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Where it is launched."""
+        claimed = architectures(self.kernel)
+        return tuple(arch for arch in claimed if arch in self.chosen_for) if self.chosen_for else claimed
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class AttentionTiles:
         d: head dimension that is computed, a multiple of 32; the user's may be smaller.
         bm, bn: rows of Q a block, keys a step.
         warps: a block; each owns ``bm / warps`` rows, a multiple of 16.
-        slots: tiles of K, and of V, that shared memory holds. With one, the copy of each travels under the other's
-            product; with two, both travel a whole step ahead, and a step has one barrier instead of two.
+        slots: tiles of K, and of V, that shared memory holds: 1 to 4. With one, the copy of each travels under the
+            other's product; with more, both travel whole steps ahead.
         lazy: rescale O only where some row of the warp has a new maximum. Exact: the others are multiplied by 1.
         q_held: of the ``d / 16`` steps along the head dimension, how many keep Q in registers.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
@@ -90,9 +90,9 @@ class AttentionTiles:
                 f"bm and bn are {self.bm} and {self.bn}; they must be multiples of 16 and of {at_once}, the rows that "
                 f"{self.threads} threads copy at once"
             )
-        if self.slots not in (1, 2) or not 0 <= self.q_held <= self.d // 16:
+        if self.slots not in (1, 2, 3, 4) or not 0 <= self.q_held <= self.d // 16:
             raise ValueError(
-                f"slots is {self.slots} and q_held {self.q_held}; they must be 1 or 2, 0 to {self.d // 16}"
+                f"slots is {self.slots} and q_held {self.q_held}; they must be 1 to 4, 0 to {self.d // 16}"
             )
         if self.accumulators > 200:
             raise ValueError(

@@ -13,6 +13,8 @@ from flashnumba.machine.instructions import (
     cp_async_4_zfill,
     cp_async_8_zfill,
     cp_async_16_zfill,
+    cp_async_commit,
+    cp_async_wait,
     ld_global_b16,
     ld_global_v4,
     st_shared_v4,
@@ -20,12 +22,33 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
 from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["copies_ahead", "make_copy_tile"]
+__all__ = ["copies_ahead", "make_copy_tile", "make_waiting"]
 
 
 def copies_ahead(vector: int, arch: str) -> bool:
     """Whether tiles are copied by ``cp.async``, which has to be waited for."""
     return vector >= 4 and int(arch.rstrip("a")) >= 80
+
+
+@cache
+def make_waiting(asynchronous: bool, pending: int, waits: bool = True) -> tuple[DeviceFunction, DeviceFunction]:
+    """``(wait, commit)`` for copies: wait until at most ``pending`` groups are in flight; nothing where copies are done
+    when they are called. ``waits=False`` plants a fault."""
+    wait_for = cp_async_wait(pending)
+
+    @device
+    def wait():
+        wait_for()
+
+    @device
+    def commit():
+        cp_async_commit()
+
+    @device
+    def nothing():
+        pass
+
+    return (wait if asynchronous and waits else nothing), (commit if asynchronous else nothing)
 
 
 @cache

@@ -9,14 +9,16 @@ from __future__ import annotations
 import pytest
 
 from flashnumba.ladder import compile_cases
-from flashnumba.machine.compiler import architectures, why_not
+from flashnumba.machine.compiler import why_not
 from flashnumba.machine.gate import problems
 
-SPILLS_THAT_PAY: dict[tuple[str, str], int] = {}
+SPILLS_THAT_PAY: dict[tuple[str, str], int] = {
+    ("flash_forward.mma float16 d 128, tiles for sm_90a", "90a"): 4,  # 1.09 of FlashAttention-2; without, 1.02
+}
 """Bytes of spill stores allowed for (name of the case, architecture)."""
 
 LADDER = list(compile_cases())
-CASES = [(case, arch) for case in LADDER for arch in architectures(case.kernel)]
+CASES = [(case, arch) for case in LADDER for arch in case.architectures]
 
 
 def test_the_ladder_has_kernels_of_different_names():

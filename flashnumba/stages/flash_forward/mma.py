@@ -23,8 +23,6 @@ from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import (
-    cp_async_commit,
-    cp_async_wait,
     global_address,
     ld_shared_v4,
     shared_address,
@@ -37,7 +35,7 @@ from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint16,
 from flashnumba.stages.flash_forward import split
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, share_of
-from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile
+from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.online import NOTHING
 from flashnumba.tiles.swizzle import swizzle
@@ -64,7 +62,12 @@ def make_mma(
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
         broken: plants one of :data:`FAULTS`.
+
+    Raises:
+        ValueError: more than two slots.
     """
+    if tiles.slots > 2:
+        raise ValueError(f"slots is {tiles.slots}; this schedule has one or two")
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch, place = tiles.pitch, swizzle(d).at
     steps = make_steps(tiles, element, arch, rescaled=broken != "rescale")
@@ -79,20 +82,11 @@ def make_mma(
     copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even)
     d_groups, chunks, slot_bytes = d // 8, d // 8, bn * pitch
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    asynchronous, wait_for_all = copies_ahead(vector, arch), cp_async_wait(0)
     wide, swapped, next_row = vector == 16, broken == "stride", int(broken != "causal")
-    no_barrier, no_v_barrier, no_wait = broken == "barrier", broken == "v_barrier", broken == "wait"
-    no_tail, no_sign, early = broken == "tail", broken == "sign", broken == "early_copy"
+    no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
+    no_tail, no_sign = broken == "tail", broken == "sign"
 
-    @device
-    def wait():
-        if asynchronous and not no_wait:
-            wait_for_all()
-
-    @device
-    def commit():
-        if asynchronous:
-            cp_async_commit()
+    wait, commit = make_waiting(copies_ahead(vector, arch), 0, waits=broken != "wait")
 
     @device
     def hide(s, j, row, offset, causal, n_rows, lane):
@@ -242,11 +236,13 @@ def tiles_for(d: int, arch: str) -> AttentionTiles:
     if number < 80:
         return AttentionTiles(d, 64, 32) if d <= 128 else AttentionTiles(d, 32, 16, warps=2)
     roomy = number in (90, 100, 103)
-    if d <= 64:
+    if d == 32:
+        return AttentionTiles(d, 128, 128, slots=2, q_held=2)
+    if d == 64:
         return AttentionTiles(d, 128, 128, slots=2 if roomy or number == 80 else 1)
     if d <= 128:
         return AttentionTiles(d, 128, 64, slots=2 if roomy else 1, lazy=True)
-    return AttentionTiles(d, 64, 64, q_held=2)
+    return AttentionTiles(d, 64, 64, q_held=3 if d > 192 else 2)
 
 
 def plan_mma(shape: Shape) -> Plan:
@@ -282,19 +278,22 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
-    def case(shape: Shape, words: str = "") -> CompileCase:
+    def case(element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16) -> CompileCase:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, vector=vector, arch=chosen_for[0])
         launch = plan_mma(shape).launches[0]
-        title = f"flash_forward.mma {shape.element} d {shape.d}{words}, tiles for sm_{shape.arch}"
-        return CompileCase(title, launch.kernel, signature(shape.element), launch.threads, launch.shared)
+        width = "" if vector == 16 else f" by {vector} bytes"
+        title = f"flash_forward.mma {element} d {d}{width}, tiles for sm_{chosen_for[0]}"
+        return CompileCase(
+            title, launch.kernel, signature(element), launch.threads, launch.shared, chosen_for=chosen_for
+        )
 
-    sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "m": 4096, "n": 4096}
     for d in (32, 64, 96, 128, 192, 256):
-        yield case(Shape("float16", d=d, arch="90a", **sizes))
+        yield case("float16", d, ("90a", "100a"))
+    yield case("bfloat16", 128, ("90a", "100a"))
+    yield case("float16", 100, ("90a",), 8)
+    yield case("float16", 33, ("90a",), 2)
     for d in (64, 128, 256):
-        yield case(Shape("bfloat16", d=d, arch="90a", **sizes))
-        yield case(Shape("float16", d=d, arch="75", **sizes))
-    for d in (64, 128):
-        yield case(Shape("float16", d=d, arch="86", **sizes))
-    yield case(Shape("float16", d=100, arch="90a", vector=8, **sizes), " by 8 bytes")
-    yield case(Shape("float16", d=33, arch="90a", vector=2, **sizes), " by element")
+        yield case("float16", d, ("80",))
+        yield case("float16", d, ("86", "89", "120a"))
+        yield case("float16", d, ("75",))
     yield from split.compile_cases()

@@ -286,16 +286,16 @@ def tiles_for(shape: Shape) -> Tiles:
     """The tiles that a shape is planned with: 128 threads, pieces of 2048 words; fewer rows if there are few, as when
     decoding.
 
-    From sm_90 on shared memory admits three blocks a multiprocessor, and so do the registers, unless loads are narrow,
-    which takes an address each.
+    From sm_90 on shared memory admits three blocks a multiprocessor, and so do registers where loads are wide; narrow
+    ones take an address each.
     """
     d = -(-shape.d // 32) * 32
     bm = 16 if shape.m <= 16 else 64 if d <= 128 else 32
     bk = 1 << (2048 // d).bit_length() - 1
-    roomy = int(shape.arch.rstrip("a")) >= 90 and shape.vector > ITEMSIZE[shape.element]
-    return Tiles(
-        d, bm, bk=bk, rows=bm // 8, vector=shape.vector, blocks=3 if roomy else 2, arch="90" if roomy else "75"
-    )  # fmt: skip
+    wide = shape.vector >= 8
+    vector = shape.vector if wide else ITEMSIZE[shape.element]
+    blocks, arch = (3, "90") if wide and int(shape.arch.rstrip("a")) >= 90 else (2, "75")
+    return Tiles(d, bm, bk=bk, rows=bm // 8, vector=vector, blocks=blocks, arch=arch)
 
 
 def plan_simt(shape: Shape) -> Plan:

@@ -27,30 +27,23 @@ from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import (
-    cp_async_commit,
-    cp_async_wait,
-    ex2_approx,
-    f32_to_bf16,
     global_address,
-    ld_global_f32,
     shared_address,
     st_global_f32,
 )
-from flashnumba.machine.numba import cuda, float16, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.stages.flash_forward.merge import MERGE_ARGS, make_merge
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, share_of
-from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
+from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.online import NOTHING
-from flashnumba.tiles.reduce import lanes_max, lanes_sum
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
 __all__ = [
     "FAULTS",
-    "MERGE_FAULTS",
     "compile_cases",
-    "make_merge",
     "make_split",
     "plan_split",
     "splits_for",
@@ -58,11 +51,8 @@ __all__ = [
 ]
 
 SPLIT_ARGS = ("q", "k", "v", "acc_parts", "m_parts", "l_parts", "scale", "causal")
-MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse")
-MERGE_WARPS, AT_ONCE = 4, 8
 MOST_SPLITS = 256
-FAULTS = ("barrier", "v_barrier", "wait", "tail", "causal", "head", "range")
-MERGE_FAULTS = ("barrier", "weight")
+FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range")
 """What can be planted."""
 
 
@@ -75,8 +65,8 @@ def make_split(
     Args:
         broken: plants one of :data:`FAULTS`.
     """
-    d, bm, bn, threads, frags = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags
-    pitch = tiles.pitch
+    d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
+    pitch, slot_bytes = tiles.pitch, tiles.bn * tiles.pitch
     steps = make_steps(tiles, element, arch)
     negate_q, load_q, multiply_qk, mask, softmax_pv = (
         steps.negate_q, steps.load_q, steps.multiply_qk, steps.mask, steps.softmax_pv
@@ -87,19 +77,10 @@ def make_split(
     copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even)
     d_groups = d // 8
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    asynchronous, wait_for_all = copies_ahead(vector, arch), cp_async_wait(0)
-    no_barrier, no_v_barrier, no_wait, no_tail = (broken == f for f in ("barrier", "v_barrier", "wait", "tail"))
+    no_barrier, no_free_barrier, no_tail = broken == "barrier", broken == "free_barrier", broken == "tail"
     next_row, head_shift, shift = int(broken != "causal"), int(broken == "head"), int(broken == "range")
 
-    @device
-    def wait():
-        if asynchronous and not no_wait:
-            wait_for_all()
-
-    @device
-    def commit():
-        if asynchronous:
-            cp_async_commit()
+    wait, commit = make_waiting(copies_ahead(vector, arch), slots - 1, waits=broken != "wait")
 
     @device
     def hide(s, j, row, group, offset, causal, n_rows, lane):
@@ -118,7 +99,7 @@ def make_split(
         smem = cuda.shared.array(0, uint8)
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
-        v_tile = k_tile + uint32(bn * pitch)
+        v_tile = k_tile + uint32(slots * slot_bytes)
         lane = int32(cuda.threadIdx.x & 31)
         warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
 
@@ -154,33 +135,37 @@ def make_split(
             m[r] = float32(NOTHING)
             l[r] = float32(0)
 
-        key = first * bn
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], rows, columns, row0, group, q.strides[1])
-        copy_kv(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
-        commit()
+        for i in range(slots):
+            key, to = (first + i) * bn, uint32(i * slot_bytes)
+            if first + i < last:
+                copy_kv(k_tile + to, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
+                copy_kv(v_tile + to, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns)
+            commit()
         wait()
         cuda.syncthreads()  # Q is there for all
         if scale < float32(0):
             negate_q(q_tile, warp_row, lane)
         load_q(held, q_lane)
+        here = uint32(0)
         for j in range(first, last):
             wait()
             if not no_barrier:
-                cuda.syncthreads()  # K_j is there for all, and nobody reads V_j-1 any more
-            key = j * bn
-            copy_kv(v_tile, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns)
-            commit()
-            multiply_qk(s, held, q_lane, k_lane)
+                cuda.syncthreads()  # K_j and V_j are there for all
+            multiply_qk(s, held, q_lane, k_lane + here)
             if (j + 1) * bn > whole:
                 hide(s, j, row0 + warp_row + (lane >> 2), group, offset, causal, n_rows, lane)
-            wait()
-            if not no_v_barrier:
-                cuda.syncthreads()  # V_j is there for all, and nobody reads K_j any more
-            if j + 1 < last:
-                key = (j + 1) * bn
-                copy_kv(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
+            softmax_pv(s, acc, m, l, factor, v_lane + here)
+            if not no_free_barrier:
+                cuda.syncthreads()  # nobody reads this slot any more
+            key = (j + slots) * bn
+            if j + slots < last:
+                copy_kv(k_tile + here, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
+                copy_kv(v_tile + here, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns)
             commit()
-            softmax_pv(s, acc, m, l, factor, v_lane)
+            here += uint32(slot_bytes)
+            if here == uint32(slots * slot_bytes):
+                here = uint32(0)
 
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
@@ -202,101 +187,13 @@ def make_split(
     return split
 
 
-@cache
-def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
-    """The kernel that merges parts: a block a row, each warp every fourth part, then the warps' sums.
-
-    Args:
-        d: columns there are at most, a multiple of 32.
-        broken: plants one of :data:`MERGE_FAULTS`.
-    """
-    over_max, over_sum = lanes_max(), lanes_sum()
-    threads, per_lane, warps, held = 32 * MERGE_WARPS, d // 32, MERGE_WARPS, AT_ONCE * d // 32
-    partial, columns_each = (MERGE_WARPS, d), -(-d // (32 * MERGE_WARPS))
-    no_barrier, unweighted = broken == "barrier", broken == "weight"
-    is_half = element == "float16"
-
-    @device
-    def weight(m, top):
-        """2^(m - top); nothing for an empty part."""
-        if unweighted:
-            return float32(1)
-        return ex2_approx(m - (float32(0) if top == float32(NOTHING) else top))
-
-    @device
-    def top_of(m_parts, batch, head, row, lane):
-        """The maximum over all parts, by each warp for itself."""
-        top = float32(NOTHING)
-        for s in range(lane, m_parts.shape[0], 32):
-            top = max(top, m_parts[s, batch, head, row])
-        return over_max(top)
-
-    @device
-    def total_of(m_parts, l_parts, top, batch, head, row, lane):
-        """The sum of exponentials over all parts in units of 2^top, by each warp for itself."""
-        total = float32(0)
-        for s in range(lane, m_parts.shape[0], 32):
-            total += weight(m_parts[s, batch, head, row], top) * l_parts[s, batch, head, row]
-        return over_sum(total)
-
-    @kernel(threads=threads, arch=arch, name="flash_forward.merge")
-    def merge(acc_parts, m_parts, l_parts, o, lse):
-        sums = cuda.shared.array(partial, float32)
-        lane = int64(cuda.threadIdx.x & 31)
-        warp = int64(cuda.threadIdx.x >> 5)
-        splits, heads, rows, columns = m_parts.shape[0], m_parts.shape[2], m_parts.shape[3], acc_parts.shape[4]
-        index = int64(cuda.blockIdx.x)
-        row, head, batch = index % rows, index // rows % heads, index // rows // heads
-        apart = m_parts.shape[1] * heads * rows * columns  # elements from a part to the next
-        top = top_of(m_parts, batch, head, row, lane)
-        from_row = global_address(acc_parts) + uint64(4 * index * columns)
-        acc = cuda.local.array(per_lane, float32)
-        loaded = cuda.local.array(held, float32)
-        weights = cuda.local.array(AT_ONCE, float32)
-        for i in range(per_lane):
-            acc[i] = float32(0)
-        for s0 in range(warp, splits, warps * AT_ONCE):
-            # Several parts are loaded before the first is used: their latencies overlap.
-            for a in range(AT_ONCE):
-                s = s0 + a * warps
-                weights[a] = float32(0)
-                if s < splits:
-                    weights[a] = weight(m_parts[s, batch, head, row], top)
-                for i in range(per_lane):
-                    loaded[a * per_lane + i] = float32(0)
-                    if s < splits and lane + 32 * i < columns:
-                        loaded[a * per_lane + i] = ld_global_f32(from_row + uint64(4 * (s * apart + lane + 32 * i)))
-            for a in range(AT_ONCE):
-                for i in range(per_lane):
-                    acc[i] += weights[a] * loaded[a * per_lane + i]
-        for i in range(per_lane):
-            sums[warp, lane + 32 * i] = acc[i]
-        total = total_of(m_parts, l_parts, top, batch, head, row, lane)
-        share = share_of(total)
-        if not no_barrier:
-            cuda.syncthreads()  # every warp's sum is there
-        for i in range(columns_each):
-            column = int64(cuda.threadIdx.x) + i * threads
-            if column < columns:
-                x = float32(0)
-                for w in range(warps):
-                    x += sums[w, column]
-                if is_half:
-                    o[batch, head, row, column] = float16(x * share)
-                else:
-                    o[batch, head, row, column] = f32_to_bf16(x * share)
-        if cuda.threadIdx.x == 0:
-            lse[batch, head, row] = log_sum(top, total)
-
-    return merge
-
-
 def tiles_for(d: int, rows: int) -> AttentionTiles:
-    """One warp for up to 16 rows, four for more. Shared memory, 16 KB a tile, lets several blocks live side by side."""
+    """One warp for up to 16 rows, four for more; steps of about 16 KB, two of them ahead."""
     d = -(-d // 32) * 32
+    bn = 64 if d <= 64 else 32 if d <= 128 else 16
     if rows <= 16:
-        return AttentionTiles(d, 16, 64 if d <= 128 else 32, warps=1)
-    return AttentionTiles(d, 64, 64 if d <= 128 else 32)
+        return AttentionTiles(d, 16, bn, warps=1, slots=2, q_held=d // 16 if d <= 128 else 0)
+    return AttentionTiles(d, 64, max(bn, 32), slots=2)
 
 
 def splits_for(units: int, tiles: int, resident: int) -> int:
@@ -343,11 +240,13 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
+    chosen_for = ("80", "86", "90a", "120a")
     for element, d, m in (("float16", 64, 1), ("float16", 128, 1), ("bfloat16", 128, 1), ("float16", 256, 1),
-                          ("float16", 128, 8), ("float16", 256, 8)):  # fmt: skip
+                          ("float16", 128, 8)):  # fmt: skip
         for launch in plan_split(Shape(element, 1, 64, 8, m, 8192, d)).launches:
             if launch.args == MERGE_ARGS and m > 1:
                 continue
             rows = "" if launch.args == MERGE_ARGS else f" {8 * m} rows"
             title = f"{launch.kernel.__name__} {element} d {d}{rows}"
-            yield CompileCase(title, launch.kernel, signature(element, launch.args), launch.threads, launch.shared)
+            wanted = signature(element, launch.args)
+            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)

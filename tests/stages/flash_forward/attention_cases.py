@@ -222,10 +222,15 @@ LAYOUTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def laid_out(case: Case) -> Iterator[Case]:
-    """The case in every layout of each array alone and of all; then with axes of stride 0."""
-    for name, change in LAYOUTS.items():
-        for which in ("q", "k", "v", "qkv"):
-            yield case.with_arrays(f"{name} in {which}", change, which)
+    """The case with q, k and v in three layouts at a time, each layout in each of them; then with axes of stride 0."""
+    ways = list(LAYOUTS.items())
+    for at in range(len(ways)):
+        changed = case
+        for which, step in (("q", 0), ("k", 2), ("v", 5)):
+            name, change = ways[(at + step) % len(ways)]
+            title = f"{name} in {which}" if which == "q" else f"{changed.name}, {name} in {which}"
+            changed = changed.with_arrays(title, change, which)
+        yield changed
     yield case.with_arrays("all heads one in k and v", lambda x: np.broadcast_to(x[:, :1], x.shape), "kv")
     yield case.with_arrays("all rows one in q", lambda x: np.broadcast_to(x[:, :, :1], x.shape), "q")
     yield case.with_arrays("all columns one in v", lambda x: np.broadcast_to(x[..., :1], x.shape), "v")

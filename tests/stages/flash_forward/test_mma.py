@@ -16,8 +16,8 @@ from tests.stages.flash_forward.attention_cases import (
     SIZES,
     assert_attention,
     caught,
+    hard_case,
     hard_cases,
-    hardly,
     laid_out,
     normal,
     run,
@@ -100,7 +100,7 @@ def test_narrow_copies_give_the_bits_of_wide_ones(machine, vector):
 
 @pytest.mark.parametrize("name", ["normal", "causal", "negative scale", "three heads share one of k"])
 def test_as_sm_75_computes(machine, name):
-    case = hardly(name, np.float16)
+    case = hard_case(name, np.float16)
     assert_attention(run(with_tiles(SMALL["one slot"], arch="75"), case, machine, arch="75"), case)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from flashnumba.stages.flash_forward import split
-from flashnumba.stages.flash_forward.split import MERGE_ARGS, SPLIT_ARGS
+from flashnumba.stages.flash_forward.merge import MERGE_ARGS, MERGE_FAULTS, make_merge
+from flashnumba.stages.flash_forward.split import SPLIT_ARGS
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.tiles.attention import AttentionTiles
 from tests.stages.flash_forward.attention_cases import (
@@ -21,7 +22,7 @@ from tests.stages.flash_forward.attention_cases import (
     run,
 )
 
-SMALL = AttentionTiles(32, 16, 16, warps=1)
+SMALL = AttentionTiles(32, 16, 16, warps=1, slots=2)
 
 
 def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = ""):
@@ -29,7 +30,7 @@ def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", me
 
     def plan(shape: Shape) -> Plan:
         kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
-        merge = split.make_merge(tiles.d, shape.element, broken=merge_broken)
+        merge = make_merge(tiles.d, shape.element, broken=merge_broken)
         units = -(-shape.m * shape.group // tiles.bm) * shape.kv_heads * shape.batch
         sizes = (splits, shape.batch, shape.heads, shape.m)
         return Plan(
@@ -48,12 +49,12 @@ def test_hard_cases(machine, case):
     assert_attention(run(with_splits(3), case, machine), case)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 9])
-@pytest.mark.parametrize("m, group", [(1, 8), (3, 5), (1, 1), (20, 1)])
+@pytest.mark.parametrize("splits", [1, 9])
+@pytest.mark.parametrize("m, group", [(1, 8), (3, 5), (17, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_parts_and_groups(machine, splits, m, group, causal):
     """More parts than there are steps of keys too: some are then empty."""
-    case = normal(m, 70, 32, np.float16, heads=2 * group, kv_heads=2, causal=causal)
+    case = normal(m, 70, 32, np.float16, heads=group, kv_heads=1, causal=causal)
     assert_attention(run(with_splits(splits), case, machine), case)
 
 
@@ -69,7 +70,7 @@ def test_lengths(machine, n):
     assert_attention(run(with_splits(4), case, machine), case)
 
 
-@pytest.mark.parametrize("case", list(laid_out(normal(3, 37, 16, np.float16, heads=2, causal=True)))[3::4], ids=str)
+@pytest.mark.parametrize("case", list(laid_out(normal(3, 37, 16, np.float16, heads=2, causal=True))), ids=str)
 def test_layouts(machine, case):
     assert_attention(run(with_splits(2), case, machine), case)
 
@@ -104,8 +105,8 @@ def test_what_it_does_not_take():
 
 
 FAULTS = {
-    "barrier": ("Race",),
-    "v_barrier": ("Race",),
+    "barrier": ("Race", "ReadInFlight"),
+    "free_barrier": ("Race",),
     "wait": ("ReadInFlight",),
     "tail": ("wrong result",),
     "causal": ("wrong result",),
@@ -121,10 +122,10 @@ def test_planted_faults_of_a_part(fault):
     assert set(found) <= set(FAULTS[fault]), found
 
 
-@pytest.mark.parametrize("fault", split.MERGE_FAULTS)
+@pytest.mark.parametrize("fault", MERGE_FAULTS)
 def test_planted_faults_of_the_merge(fault):
-    case = normal(1, 75, 32, np.float16, heads=2, scale=1.0)
-    found = caught(lambda seed: run(with_splits(9, merge_broken=fault), case, seed=seed), case)
+    case = normal(1, 330, 32, np.float16, scale=1.0)
+    found = caught(lambda seed: run(with_splits(20, merge_broken=fault), case, seed=seed), case)
     assert set(found) <= {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}}[fault], found
 
 

@@ -1,0 +1,47 @@
+"""Every flash_forward kernel once on a GPU, small, compared with the reference: what compute-sanitizer is pointed at.
+
+::
+
+    for tool in memcheck racecheck synccheck initcheck; do
+        compute-sanitizer --tool $tool --report-api-errors no --error-exitcode 1 python -m tests.kernels.flash_target
+    done
+"""
+
+from __future__ import annotations
+
+import sys
+
+import ml_dtypes
+import numpy as np
+
+from flashnumba.stages.flash_forward import mma, simt
+from tests.stages.flash_forward.attention_cases import LAYOUTS, normal, right, run
+
+PLANS = {**simt.PLANS, **mma.PLANS}
+
+
+def main() -> int:
+    """Print a line a launch; 1 if one of them is wrong."""
+    wrong = 0
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32):
+        for m, n, d, heads, kv_heads, causal, layout in (
+            (130, 200, 64, 2, 1, True, ""),
+            (100, 300, 128, 4, 2, False, ""),
+            (3, 700, 128, 8, 1, True, ""),
+            (70, 90, 256, 1, 1, True, ""),
+            (33, 65, 20, 2, 2, False, "one element off"),
+            (33, 65, 96, 2, 2, True, "heads inside rows"),
+        ):
+            case = normal(m, n, d, dtype, batch=2, heads=heads, kv_heads=kv_heads, causal=causal)
+            case = case.with_arrays(case.name, LAYOUTS[layout]) if layout else case
+            for name, plan in PLANS.items():
+                if dtype == np.float32 and name != "simt":
+                    continue
+                good = right(run(plan, case, "cuda"), case)
+                wrong += not good
+                print(f"{np.dtype(dtype).name} {case.name} {layout} {name}: {'ok' if good else 'WRONG'}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
