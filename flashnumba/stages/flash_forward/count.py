@@ -88,7 +88,10 @@ def unfused(shape: Shape) -> Moved:
 
 def fused(shape: Shape, bm: int, bn: int) -> Moved:
     """A flash kernel with tiles of ``bm`` rows and ``bn`` keys. Each row tile reads the tiles that it does not skip, as
-    mma does; simt ends the last one at the diagonal. The last row sees all keys, so all are read at least once."""
+    mma does; simt ends the last one at the diagonal. The last row sees all keys, so all are read at least once.
+
+    Not counted: mma starts to copy the first keys before it knows that a row tile sees none (causal with M > N).
+    """
     tiles = (tile_kinds(shape.m, shape.n, bm, bn, shape.causal) != SKIPPED).sum(1)  # [row tiles]
     keys = int(np.minimum(tiles * bn, shape.n).sum())
     read = ITEMSIZE[shape.element] * shape.batch * shape.heads * 2 * keys * shape.d

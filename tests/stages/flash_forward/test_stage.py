@@ -80,8 +80,9 @@ def counted(plan, case):
     return reports
 
 
-@pytest.mark.parametrize(("m", "n"), [(45, 77), (77, 45), (40, 96)])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "causal"), [(45, 77, False), (77, 45, False), (45, 77, True), (40, 96, True), (90, 90, True)]
+)
 def test_bytes_of_mma_are_those_that_the_emulator_counts(m, n, causal):
     case = normal(m, n, 32, np.float16, heads=2, kv_heads=1, causal=causal)
     ((read, written),) = counted(with_tiles(AttentionTiles(32, 32, 32, warps=2)), case)
