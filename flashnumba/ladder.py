@@ -20,6 +20,7 @@ __all__ = ["STAGES", "Case", "Passes", "Result", "Rung", "Stage", "compile_cases
 NAMES = (
     "softmax",
     "online_softmax",
+    "gemm",
     "flash_forward",
 )
 

@@ -160,8 +160,8 @@ def summary(console: Console, results: list[Result], figures: list[Path], second
     )
     console.print(
         "error: max |out - float64|, inf where one is finite and the other is not. bytes/el: bytes of global memory "
-        "for each element, counted from the algorithm (R reads, W writes). time: one call, compiled before, arrays in "
-        "to array out.",
+        "for each element, counted from the algorithm (R reads, W writes; or the tile of the result that is computed "
+        "at once). time: one call, compiled before, arrays in to array out.",
         style="dim", highlight=False,
     )  # fmt: skip
     for path in figures:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from flashnumba.machine import gpu
-from flashnumba.machine.arrays import Described
+from flashnumba.machine.arrays import Described, describe, host_view
 from flashnumba.machine.streams import current_stream, stream_handle
 
-__all__ = ["EMULATED_ARCH", "MACHINES", "check_machine", "finish", "library_stream", "machine_of", "refuse_gradients",
-           "zeros"]  # fmt: skip
+__all__ = ["EMULATED_ARCH", "MACHINES", "check_machine", "finish", "library_stream", "machine_of", "overlaps_itself",
+           "packed_copy", "refuse_gradients", "write_back", "zeros"]  # fmt: skip
 
 EMULATED_ARCH = "90a"
 MACHINES = ("auto", "cuda", "emulator")
@@ -98,3 +99,54 @@ def finish(result: Any, found: Described, stream: Any, *, given: bool = False) -
     # JAX's streams cannot be followed, so nothing may be pending when it gets the result.
     gpu.call(gpu.bindings().cuStreamSynchronize, 0 if stream is None else stream_handle(stream))
     return result
+
+
+def overlaps_itself(array: Described) -> bool:
+    """Whether two elements may share bytes: an axis steps by less than the smaller axes reach."""
+    if 0 in array.shape:
+        return False
+    reach = array.dtype.itemsize
+    axes = sorted((abs(step), n) for n, step in zip(array.shape, array.strides, strict=True) if n > 1)
+    for step, n in axes:
+        if step < reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+def packed_copy(array: Any, found: Described, name: str, why: str) -> tuple[Any, Described]:
+    """A copy in C order by the array's own library, on its current stream, and where it lies.
+
+    Args:
+        why: the array is not used as it is, for the message.
+
+    Raises:
+        ValueError: the library lends no way to copy.
+    """
+    if found.device is None:
+        host = host_view(array, name).copy(order="C")
+        host = host.view(array.dtype) if isinstance(array, np.ndarray) else host
+        return host, replace(describe(host, name), element=found.element, kind=found.kind)
+    if found.kind == "torch-cuda":
+        array = array.contiguous()
+    elif found.kind == "cupy":
+        array = sys.modules["cupy"].ascontiguousarray(array)
+    else:
+        raise ValueError(
+            f"{name} has strides {found.strides} for shape {found.shape}: {why}, and its library lends no way to copy "
+            "it; pass a contiguous array"
+        )
+    return array, describe(array, name)
+
+
+def write_back(out: Any, result: Any) -> None:
+    """Copy a packed result into ``out``, which is of its shape, by their library."""
+    found = describe(out, "out")
+    if found.device is None:
+        host_view(out, "out")[...] = host_view(result, "out")
+    elif found.kind == "torch-cuda":
+        out.copy_(result)
+    elif found.kind == "cupy":
+        out[...] = result
+    else:
+        raise ValueError(f"out has strides {found.strides} for shape {found.shape}; pass a contiguous array")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any
 
-import numpy as np
-
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import Described, describe, empty_like_kind, host_view, is_contiguous
 from flashnumba.machine.function import Kernel
@@ -26,7 +24,10 @@ from flashnumba.stages.host import (
     finish,
     library_stream,
     machine_of,
+    overlaps_itself,
+    packed_copy,
     refuse_gradients,
+    write_back,
     zeros,
 )
 from flashnumba.tiles.elements import ITEMSIZE
@@ -92,7 +93,7 @@ class Rows:
         """What the caller gets."""
         if self._copied is not None:
             with self.ordered():
-                _write_back(self._result, self._copied)
+                write_back(self._result, self._copied)
         return finish(self._result, self.found, self.stream, given=self.given)
 
     def ordered(self) -> Any:
@@ -148,7 +149,8 @@ def prepare_rows(
             shape = Shape(found.element, 0, 0, ITEMSIZE[found.element], arch)
             return Rows(shape, x, out, machine, device, stream, found, result)
         if _collapsed(found) is None:
-            x, found = _packed_copy(x, found)
+            why = "its rows do not lie at one distance from each other"
+            x, found = packed_copy(x, found, "x", why)
             packed = True
         if _collapsed(target) is None:
             out = copied = empty_like_kind(x, found.shape)
@@ -172,26 +174,13 @@ def _check_out(x: Described, out: Described) -> None:
         raise ValueError(f"out is {places[0]} and x {places[1]}; they must be in one place")
     if out.readonly:
         raise ValueError("out is read-only; it must be writable")
-    if _overlaps_itself(out):
+    if overlaps_itself(out):
         raise ValueError(
             f"out has strides {out.strides}, so several elements lie in one place; it must be a full array"
         )
     same = out.pointer == x.pointer and out.strides == x.strides
     if not same and _overlap(x, out):
         raise ValueError("out overlaps x in part; it must be x itself or lie apart from it")
-
-
-def _overlaps_itself(array: Described) -> bool:
-    """Whether two elements may share bytes: an axis steps by less than the smaller axes reach."""
-    if 0 in array.shape:
-        return False
-    reach = array.dtype.itemsize
-    axes = sorted((abs(step), n) for n, step in zip(array.shape, array.strides, strict=True) if n > 1)
-    for step, n in axes:
-        if step < reach:
-            return True
-        reach += step * (n - 1)
-    return False
 
 
 def _overlap(a: Described, b: Described) -> bool:
@@ -237,35 +226,6 @@ def widest(
     if rows > 1:
         odd |= x_steps[0] | out_steps[0]
     return min(16, odd & -odd)
-
-
-def _packed_copy(x: Any, found: Described) -> tuple[Any, Described]:
-    if found.device is None:
-        host = host_view(x, "x").copy(order="C")
-        host = host.view(x.dtype) if isinstance(x, np.ndarray) else host
-        return host, replace(describe(host, "x"), element=found.element, kind=found.kind)
-    if found.kind == "torch-cuda":
-        x = x.contiguous()
-    elif found.kind == "cupy":
-        x = sys.modules["cupy"].ascontiguousarray(x)
-    else:
-        raise ValueError(
-            f"x has strides {found.strides} for shape {found.shape}: its rows do not lie at one distance from each "
-            "other, and its library lends no way to copy it; pass a contiguous array"
-        )
-    return x, describe(x, "x")
-
-
-def _write_back(out: Any, packed_result: Any) -> None:
-    found = describe(out, "out")
-    if found.device is None:
-        host_view(out, "out")[...] = host_view(packed_result, "out")
-    elif found.kind == "torch-cuda":
-        out.copy_(packed_result)
-    elif found.kind == "cupy":
-        out[...] = packed_result
-    else:
-        raise ValueError(f"out has strides {found.strides} for shape {found.shape}; pass a contiguous array")
 
 
 def _view(array: Any, found: Described, rows: int, cols: int, steps: tuple[int, int]) -> Any:

@@ -1,18 +1,24 @@
-"""Rows of 16-bit elements in shared memory, laid out so that ldmatrix meets no bank conflict.
+"""Where a 16-byte chunk of a tile's row lies in shared memory, so that eight rows at one column meet no bank twice.
 
-A row is cut into chunks of 16 bytes, and chunk c of row r lies at chunk ``c ^ (r & 7)``: the eight rows that ldmatrix
-reads at one chunk then fall into eight different groups of four banks. Rows are multiples of 128 bytes long; rows of up
-to 32 elements are 64 bytes long and lie two to a line of the 32 banks, so there it is ``c ^ (r >> 1 & 3)``. A tile
-starts at a multiple of 128 bytes.
+Shared memory hands out 128 bytes a cycle, eight chunks of 16 bytes, one from each group of four banks. A tensor core's
+operand is read as 8x8 matrices of 16-bit elements: eight rows, one chunk of each (``ldmatrix``). In rows of 128 bytes
+all eight chunks of a column lie in one bank group, and the read takes eight cycles. So chunk c of row r is put at chunk
+``c ^ (r & 7)``: a permutation within each row, another one for each of eight neighbouring rows. ::
 
-::
+    row 0   0 1 2 3 4 5 6 7        rows of 64 bytes: two rows fill the banks once, so the row's pair decides
+    row 1   1 0 3 2 5 4 7 6            row 0   0 1 2 3    row 1   0 1 2 3
+    row 2   2 3 0 1 6 7 4 5            row 2   1 0 3 2    row 3   1 0 3 2
+    ...                            rows of 256 bytes and more: the same within each eight chunks of a row
 
-    row 0   c0 c1 c2 c3 c4 c5 c6 c7        bank groups 0 .. 7 read by
-    row 1   c1 c0 c3 c2 c5 c4 c7 c6        ldmatrix at chunk 2:  row 0 -> 2, row 1 -> 3, row 2 -> 0, row 3 -> 1, ...
-    row 2   c2 c3 c0 c1 c6 c7 c4 c5
+For rows of 128 bytes that start at multiples of 1024 this is what the copy engine and wgmma call the 128-byte swizzle.
 
-Along a row two chunks, 16 elements, are one step of mma: a lane's address moves by an exclusive or, as the row's part
-of it does not change.
+Since only the row's lowest bits matter, a thread that keeps them fixed may walk: rows by adding a multiple of eight
+rows, columns by ``offset ^ (16 * step)``, where ``step`` has no bit in common with the chunk it started from.
+
+Rows whose chunks are neither a power of two nor a multiple of eight are laid out longer than they are
+(:func:`swizzle`).
+
+Source: CUTLASS, ``include/cute/swizzle.hpp`` and ``swizzle_layout.hpp``; PTX ISA, "Swizzling modes".
 """
 
 from __future__ import annotations
@@ -23,15 +29,56 @@ from typing import NamedTuple
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.numba import uint32
 
-__all__ = ["Swizzle", "swizzle"]
+__all__ = ["Swizzle", "make_place", "place_of", "swizzle", "swizzle_of"]
+
+
+def swizzle_of(chunks: int) -> tuple[int, int]:
+    """(rows that fill the banks once, mask of the exchange) for rows of ``chunks`` chunks of 16 bytes.
+
+    Chunk c of row r lies at chunk ``c ^ (r // rows & mask)``.
+
+    Raises:
+        ValueError: neither a power of two nor a multiple of eight.
+    """
+    if chunks < 1 or (chunks & (chunks - 1) and chunks % 8):
+        raise ValueError(
+            f"rows of {chunks} chunks of 16 bytes; it must be a power of two, or a multiple of 8, so that they pair off"
+        )
+    return max(1, 8 // chunks), min(8, chunks) - 1
+
+
+def place_of(row, chunk, chunks: int, swizzled: bool = True):
+    """Byte offset of a chunk within its tile, on the host: numbers or integer arrays. ``swizzled`` as in the other."""
+    rows, mask = swizzle_of(chunks)
+    return (row * chunks + (chunk ^ (row // rows & mask if swizzled else 0))) * 16
+
+
+@cache
+def make_place(chunks: int, swizzled: bool = True) -> DeviceFunction:
+    """``place(row, chunk) -> uint32``: the byte offset of a chunk within a tile whose rows have ``chunks`` of them.
+
+    Args:
+        chunks: of 16 bytes in a row, a power of two or a multiple of eight.
+        swizzled: False leaves chunks in order: right, as long as writers and readers agree, but slow.
+    """
+    rows, mask = swizzle_of(chunks)
+    shift, mask = rows.bit_length() - 1, mask if swizzled else 0
+
+    @device
+    def place(row, chunk):
+        row, chunk = uint32(row), uint32(chunk)
+        exchanged = chunk ^ ((row >> uint32(shift)) & uint32(mask))
+        return uint32((row * uint32(chunks) + exchanged) * uint32(16))
+
+    return place
 
 
 class Swizzle(NamedTuple):
-    """How a tile of rows lies.
+    """How rows of so many 16-bit elements lie.
 
     Attributes:
-        pitch: bytes from row to row.
-        at: ``at(tile, row, chunk) -> address``.
+        pitch: bytes from row to row: 64, or a multiple of 128.
+        at: ``at(tile, row, chunk) -> address``, for a tile that starts at a multiple of 128.
         step: ``step(address, k) -> address``: ``k`` times 16 elements along the row, for an address that :attr:`at`
             gave for chunk 0 or 1; ``k`` is a constant.
     """
@@ -43,26 +90,18 @@ class Swizzle(NamedTuple):
 
 @cache
 def swizzle(columns: int, on: bool = True) -> Swizzle:
-    """The layout of rows of ``columns`` 16-bit elements; ``on=False`` lays chunks out straight, which plants a fault
-    where only one side does it."""
-    narrow = columns <= 32
-    pitch = 64 if narrow else -(-columns // 64) * 128
-
-    @device
-    def straight(tile, row, chunk):
-        return tile + uint32(row) * uint32(pitch) + (uint32(chunk) << uint32(4))
+    """The layout of rows of ``columns`` 16-bit elements; ``on=False`` lays chunks in order, see :func:`make_place`."""
+    pitch = 64 if columns <= 32 else -(-columns // 64) * 128
+    rows, mask = swizzle_of(pitch // 16)
+    shift, mask = rows.bit_length() - 1, mask if on else 0
 
     @device
     def at(tile, row, chunk):
-        return tile + uint32(row) * uint32(pitch) + ((uint32(chunk) ^ (uint32(row) & uint32(7))) << uint32(4))
-
-    @device
-    def at_narrow(tile, row, chunk):
-        turned = uint32(chunk) ^ ((uint32(row) >> uint32(1)) & uint32(3))
-        return tile + uint32(row) * uint32(pitch) + (turned << uint32(4))
+        exchanged = uint32(chunk) ^ ((uint32(row) >> uint32(shift)) & uint32(mask))
+        return tile + uint32(row) * uint32(pitch) + (exchanged << uint32(4))
 
     @device
     def step(address, k):
         return (address ^ uint32(32 * (k % 4))) + uint32(128 * (k // 4))
 
-    return Swizzle(pitch, straight if not on else at_narrow if narrow else at, step)
+    return Swizzle(pitch, at, step)

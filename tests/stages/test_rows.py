@@ -5,6 +5,7 @@ import pytest
 
 from flashnumba.machine.arrays import describe
 from flashnumba.stages import rows
+from flashnumba.stages.host import overlaps_itself
 
 
 def collapsed(array):
@@ -59,7 +60,7 @@ def test_an_output_that_overlaps_itself():
     out = np.lib.stride_tricks.as_strided(np.zeros(200, np.float32), (4, 40), (4, 4))
     with pytest.raises(ValueError, match="several elements lie in one place"):
         rows.prepare_rows(np.zeros((4, 40), np.float32), out, "auto", ("a",), "emulator", None)
-    assert not rows._overlaps_itself(describe(np.zeros((3, 5), np.float32).T[::-1]))
+    assert not overlaps_itself(describe(np.zeros((3, 5), np.float32).T[::-1]))
 
 
 def test_masked_arrays_are_refused():
