@@ -18,6 +18,8 @@ from flashnumba.ladder import NAMES, STAGES, Passes, Rung, find
 from flashnumba.machine import compiler, gpu
 from flashnumba.stages import flash_forward, heads
 from flashnumba.stages.flash_forward.reference import low_precision as attention
+from flashnumba.stages.gemm import matmul as product
+from flashnumba.stages.gemm import reference as product_reference
 from flashnumba.stages.softmax.reference import low_precision
 
 
@@ -27,16 +29,21 @@ def kernels(monkeypatch):
     state = SimpleNamespace(calls=[], spoil=None)
 
     def softmax(x, out=None, *, kernel, machine):
-        state.calls.append((kernel, machine))
-        p = low_precision(x)
-        if kernel == state.spoil:
-            p[-1, -1] += p.dtype.type(0.01)
-        return p
+        return computed(low_precision(x), kernel, machine)
 
     def forward(q, k, v, kernel, *, causal, machine):
-        state.calls.append((kernel, machine))
-        return attention(q, k, v, causal=causal)
+        return computed(attention(q, k, v, causal=causal)[0], kernel, machine), None
 
+    def matmul(a, b, out=None, *, kernel, machine):
+        return computed(product_reference.low_precision(a, b), kernel, machine)
+
+    def computed(result, kernel, machine):
+        state.calls.append((kernel, machine))
+        if kernel == state.spoil:
+            result[-1, -1] += result.dtype.type(0.01)
+        return result
+
+    monkeypatch.setattr(product, "matmul", matmul)
     for stage in ("softmax", "online_softmax"):
         name = f"flashnumba.stages.{stage}"
         module = ModuleType(f"{name}.simt")
@@ -92,15 +99,16 @@ def test_it_fits_a_terminal_of_80_columns(kernels, tmp_path, monkeypatch):
     assert all(len(row) <= 80 and row.rstrip().endswith(" ok") for row in rows)
 
 
-@pytest.mark.parametrize("spoil", ["block_per_row", "split"])
+@pytest.mark.parametrize("spoil", ["block_per_row", "split", "coalesced"])
 def test_a_kernel_outside_its_budget_is_exit_1_and_the_walk_goes_on(kernels, tmp_path, spoil):
     kernels.spoil = spoil
     result = invoke("walkthrough", "--machine", "emulator", "--out", tmp_path)
     assert result.exit_code == 1
     assert "above the budget" in result.output
-    taken = [rung.takes(case) for stage in STAGES for case in stage.cases("emulator", False) for rung in stage.kernels]
-    assert len(kernels.calls) == sum(taken)
-    assert {path.name for path in tmp_path.iterdir()} == {f"{stage.name}.png" for stage in STAGES}
+    assert len(kernels.calls) == sum(
+        rung.takes(case) for stage in STAGES for case in stage.cases("emulator", False) for rung in stage.kernels
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.png" for name in NAMES}
 
 
 def test_a_naive_version_that_does_not_fail_is_exit_1(kernels, tmp_path, monkeypatch):

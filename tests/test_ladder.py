@@ -23,7 +23,7 @@ def test_every_folder_is_listed_once():
 
 def test_find():
     assert find("softmax") is STAGES[0]
-    with pytest.raises(ValueError, match="no stage 'sofmax'; the stages are softmax, online_softmax, "):
+    with pytest.raises(ValueError, match=f"no stage 'sofmax'; the stages are {', '.join(ladder.NAMES)}$"):
         find("sofmax")
 
 
@@ -41,12 +41,14 @@ def test_a_stage_says_what_a_reader_needs(stage):
 @pytest.mark.parametrize("machine", ["emulator", "cuda"])
 def test_cases_are_consistent(stage, machine):
     for case in stage.cases(machine, False):
-        x = next(iter(case.inputs.values()))
         assert case.reference.dtype == np.float64
-        assert case.reference.shape == case.lowprec.shape == x.shape
-        assert case.lowprec.dtype == x.dtype
+        assert case.reference.shape == case.lowprec.shape
+        assert {x.dtype for x in case.inputs.values() if x.ndim} == {case.lowprec.dtype}
         assert np.isfinite(case.reference).all()
-        assert re.fullmatch(rf"\d+( x \d+)+ (causal )?{x.dtype.name}", case.size)
+        lengths, element, *causal = case.size.replace(" x ", "x").split()
+        assert re.fullmatch(r"\d+(x\d+)+", lengths)
+        assert element == case.lowprec.dtype.name
+        assert causal in ([], ["causal"])
         assert any(rung.takes(case) for rung in stage.kernels)
 
 
@@ -60,7 +62,8 @@ def test_the_emulator_gets_small_cases_and_full_ones_are_bigger(stage):
     small, full = stage.cases("emulator", False), stage.cases("emulator", True)
     assert sum(case.reference.size for case in small) < 60_000
     assert all(b.reference.size > a.reference.size for a, b in zip(small, full, strict=True))
-    assert max(greatest_score(**case.inputs) for case in small) > 78.9, "the score of 79 is among them"
+    if stage.name != "gemm":
+        assert max(greatest_score(**case.inputs) for case in small) > 78.9, "the score of 79 is among them"
 
 
 @PARAMS
@@ -71,7 +74,7 @@ def test_references_stay_in_their_budget_or_fail_as_meant(stage):
             assert result.verdict == ("as meant" if rung.must_fail else "ok"), result.note
             assert result.machine == "numpy"
             if not rung.must_fail:
-                assert 0 < result.comparison.error < 1e-12, "float64 beside float64 computed another way"
+                assert result.comparison.error < 1e-12, "float64 beside float64 computed another way"
 
 
 def test_compile_cases_are_those_of_every_tier_there_is(monkeypatch):

@@ -42,7 +42,7 @@ def case(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -
     weights = safe(np.where(reference.visible(m, n, causal), scores, -np.inf))  # [..., M, N]
     low, _ = reference.low_precision(q, k, v, causal=causal)  # [..., M, D]
     several = q.size // (m * d)
-    size = f"{f'{several} x ' if several > 1 else ''}{m} x {n} {'causal ' if causal else ''}{q.dtype.name}"
+    size = f"{f'{several}x' if several > 1 else ''}{m}x{n}x{d} {q.dtype.name}{' causal' if causal else ''}"
     inputs = {"q": q, "k": k, "v": v, "causal": np.array(causal)}
     return Case(name, inputs, weights @ v.astype(np.float64), low, size)
 
@@ -121,7 +121,7 @@ def draw(results: Sequence[Result]) -> Figure:
     of_each = {"not fused": count.unfused, "simt": moved_by_simt, "mma": moved_by_mma}
     panels.draw_bytes(moved, {name: function(PICTURED) for name, function in of_each.items()})
     moved.set_title(f"device memory: one head of {PICTURED.m} x {PICTURED.n} x {PICTURED.d} {PICTURED.element}")
-    figures.errors(errors, results, label=lambda r: f"{r.rung.name}, {r.case.size.rsplit(None, 1)[0]}")
+    figures.errors(errors, results, label=lambda r: f"{r.rung.name}, {r.case.size.replace(' float16', '')}")
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,39 +67,45 @@ def draw(results: Sequence[Result]) -> Figure:
     return figure
 
 
-def draw_lanes(axes: Axes) -> None:
-    """What one warp loads in one step of k, A and B beside one another, as recorded: elements, and sectors around."""
+@cache
+def recorded() -> dict[str, dict[str, np.ndarray]]:
+    """Where the first warp loads in the first step of k, float32 and 32 x 32, for each kernel and operand: bytes from
+    the operand's start."""
     from flashnumba.machine.emulator.accesses import record
     from flashnumba.stages.gemm.one_element import THREADS, make_coalesced, make_naive
 
+    a, b, c = (np.zeros((LANES, LANES), np.float32) for _ in range(3))
+    found = {}
+    for made in (make_naive("float32"), make_coalesced("float32")):
+        seen = record(made, 1, THREADS, (a, b, c), checks=False)
+        loads = {operand: seen.of(operand) for operand in "ab"}
+        found[made.__name__] = {
+            operand: np.unique(entries["offset"][(entries["thread"] < LANES) & (entries["number"] == i)])
+            for i, (operand, entries) in enumerate(loads.items())
+        }
+    return found
+
+
+def draw_lanes(axes: Axes) -> None:
+    """What one warp loads in one step of k, A and B beside one another, as recorded: elements, and sectors around."""
+    from matplotlib.colors import ListedColormap
+
     n, gap, per_sector = LANES, 6, SECTOR // 4
-    a = b = c = np.zeros((n, n), np.float32)
-    for i, (name, made) in enumerate((("naive", make_naive("float32")), ("coalesced", make_coalesced("float32")))):
-        seen = record(made, 1, THREADS, (a, b, c.copy()), checks=False)
-        for j, operand in enumerate("ab"):
-            picture = np.zeros((n, n))
-            loads = seen.of(operand)
-            loads = loads[(loads["thread"] < LANES) & (loads["number"] == j)]
-            for at in np.unique(loads["offset"]) // 4:
-                row, col = divmod(int(at), n)
-                picture[row, col // per_sector * per_sector :][:per_sector] += 1
-                picture[row, col] = 2 * n
+    colors = ListedColormap(["#eceff1", "#a6cee3", figures.BLUE])
+    for i, (name, loads) in enumerate(recorded().items()):
+        for j, (operand, offsets) in enumerate(loads.items()):
+            used = np.zeros(n * n, bool)
+            used[offsets // 4] = True
+            moved = used.reshape(-1, per_sector).any(1).repeat(per_sector)
             left, top = j * (n + gap), i * (n + gap)
-            shown = np.where(picture >= 2 * n, 2, picture > 0)
-            axes.imshow(shown, cmap=palette(), vmin=0, vmax=2, extent=(left, left + n, top + n, top), aspect="auto")
-            used, moved = int((shown == 2).sum()), int((shown > 0).sum())
-            said = f"{operand.upper()}: {used} of {moved} elements used"
+            where = (left, left + n, top + n, top)
+            axes.imshow((used + moved * 1).reshape(n, n), cmap=colors, vmin=0, vmax=2, extent=where, aspect="auto")
+            said = f"{operand.upper()}: {used.sum()} of {moved.sum()} elements used"
             axes.text(left + n / 2, top - 0.8, said, ha="center", fontsize=8)
         axes.text(-1.5, i * (n + gap) + n / 2, name, rotation=90, va="center", ha="right", fontsize=9)
     axes.set(xlim=(-4, 2 * n + gap + 1), ylim=(2 * n + gap + 1, -4), xticks=[], yticks=[])
     axes.set_title("one warp's loads in one step of k, and their sectors")
     axes.spines[:].set_visible(False)
-
-
-def palette() -> object:
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap(["#eceff1", "#a6cee3", figures.BLUE])
 
 
 def draw_traffic(axes: Axes, results: Sequence[Result]) -> None:
