@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from flashnumba.stages.flash_forward import simt
 from flashnumba.stages.flash_forward.simt import Tiles, make_simt, plan_simt
+from flashnumba.stages.flash_forward.simt_tiles import tiles_for
 from flashnumba.stages.heads import Launch, Shape, forward
+from flashnumba.tiles.window import window
 from tests.stages.flash_forward.attention_cases import (
     DTYPES,
     LAYOUTS,
@@ -72,7 +73,7 @@ def test_every_length(machine, m, n, causal):
 def test_every_head_dimension(machine, dtype, d):
     if machine == "emulator" and d >= 128 and dtype is DTYPES[1]:
         pytest.skip("as float16, but for conversions; a GPU runs it")
-    case = normal(3, 15, d, dtype, causal=d % 2 == 0)
+    case = exact(3, 15, d, dtype, causal=d % 2 == 0)
     assert_attention(run(small(bm=4, rows=2, bn=16), case, machine), case)
 
 
@@ -144,7 +145,7 @@ EMULATED = [(3, 20, 32, np.float16), (20, 40, 8, np.float32), (16, 9, 100, np.fl
 
 @pytest.mark.parametrize(("m", "n", "d", "dtype"), EMULATED)
 def test_planned_tiles(machine, m, n, d, dtype):
-    case = normal(m, n, d, dtype, causal=True)
+    case = exact(m, n, d, dtype, causal=True)
     assert_attention(forward(case.q, case.k, case.v, plan_simt, causal=True, machine=machine), case)
 
 
@@ -154,7 +155,7 @@ def test_planned_tiles(machine, m, n, d, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=names)
 def test_planned_tiles_of_every_size(m, d, dtype):
     for n, causal in ((130, False), (130, True), (200, True)):
-        case = normal(m, n, d - (d == 96), dtype, batch=2, heads=4, kv_heads=2, causal=causal)
+        case = exact(m, n, d - (d == 96), dtype, batch=2, heads=4, kv_heads=2, causal=causal)
         assert_attention(forward(case.q, case.k, case.v, plan_simt, causal=causal, machine="cuda"), case)
 
 
@@ -234,16 +235,23 @@ def test_faults_are_all_tested():
 @pytest.mark.parametrize(("sizes", "what"), [
     ({"d": 40}, "d is 40; it must be a multiple of 32 up to 256"),
     ({"d": 288}, "d is 288"),
+    ({"bk": 0}, "a size is 0; all must be positive"),
     ({"bm": 30}, "bm is 30 and rows 8"),
     ({"bm": 8}, "16 threads; a block has whole warps"),
     ({"bn": 40}, "bn is 40; it must be a multiple of the 16 threads that share a row"),
-    ({"bd": 96}, "bd is 96; it must be a multiple of 32 that divides d, 128"),
-    ({"bk": 24}, "bk is 24; it must be a multiple of 4 that divides bn, 64"),
+    ({"bd": 96}, "bd is 96; it must be a multiple of 32 that divides d = 128"),
+    ({"bk": 24}, "bk is 24; it must be a multiple of 4 that divides bn = 64"),
     ({"d": 256}, "100352 bytes of shared memory; a block on sm_75 has 65536"),
 ])  # fmt: skip
 def test_tiles_that_do_not_go_together(sizes, what):
     with pytest.raises(ValueError, match=what):
         Tiles(**{"d": 128} | sizes)
+
+
+@pytest.mark.parametrize("sizes", [(30, 32), (32, 34), (32, 28)])
+def test_a_window_of_whole_loads_and_rows_at_multiples_of_16_bytes(sizes):
+    with pytest.raises(ValueError, match="columns are a multiple of the elements, the pitch a multiple of 4"):
+        window("float32", 16, 32, 4, *sizes)
 
 
 def test_every_plan_fits():
@@ -252,7 +260,7 @@ def test_every_plan_fits():
             vector = min(16, (d & -d) * itemsize)
             for m, arch in ((1, "75"), (16, "90a"), (17, "80"), (1000, "90a")):
                 shape = Shape(element, 2, 6, 3, m, 100, d, vector=vector, arch=arch)
-                tiles, (launch,) = simt.tiles_for(shape), plan_simt(shape).launches
+                tiles, (launch,) = tiles_for(shape), plan_simt(shape).launches
                 assert launch.threads == launch.kernel.threads == 128
                 assert d <= tiles.d < d + 32 and launch.grid == -(-m // tiles.bm) * 12
                 assert tiles.vector in (vector, itemsize)
