@@ -151,12 +151,13 @@ class Resources:
 
 
 def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
-    """Resources of a stage's kernel for packed rows, and whether they were measured just now.
+    """Resources of a stage's kernel, and whether they were measured just now.
 
     They are measured where the compiler is installed, and read from ``lessons/resources.json`` elsewhere.
 
     Args:
-        name: stage, kernel, element and columns, e.g. ``"online_softmax.one_pass float16 1024"``.
+        name: of a case of :func:`flashnumba.ladder.compile_cases`; or, for kernels on packed rows, stage, kernel,
+            element and columns, e.g. ``"online_softmax.one_pass float16 1024"``.
 
     Raises:
         ValueError: there is no such kernel, or no compiler and no record of it.
@@ -173,9 +174,16 @@ def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
 
 
 def _measured(name: str, arch: str) -> Resources:
+    from flashnumba.ladder import compile_cases
     from flashnumba.machine.compiler import compile_kernel
     from flashnumba.machine.numba import types
     from flashnumba.stages.rows import Shape, signature
+
+    for case in compile_cases():
+        if case.name == name:
+            compiled = compile_kernel(case.kernel, case.signature, arch)
+            spills = compiled.spill_stores + compiled.spill_loads
+            return Resources(arch, case.threads, compiled.registers, compiled.shared + case.shared, spills)
 
     try:
         path, element, cols = name.split()

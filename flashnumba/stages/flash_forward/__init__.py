@@ -89,7 +89,7 @@ def by(function: Callable[..., tuple[np.ndarray, np.ndarray]]) -> Callable[[Case
 
 
 def moved_by_simt(shape: Shape) -> count.Moved:
-    from flashnumba.stages.flash_forward.simt import tiles_for
+    from flashnumba.stages.flash_forward.simt_tiles import tiles_for
 
     tiles = tiles_for(shape)
     return count.fused(shape, tiles.bm, tiles.bn)

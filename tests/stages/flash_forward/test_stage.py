@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from flashnumba.ladder import find, measure
 from flashnumba.machine import emulator
-from flashnumba.stages.flash_forward import count, mma, plans, reference, simt, split
+from flashnumba.stages.flash_forward import count, mma, plans, reference, simt, simt_tiles, split
 from flashnumba.stages.flash_forward.count import FULL, MASKED, SKIPPED, tile_kinds
 from flashnumba.tiles.attention import AttentionTiles
 from tests.stages.flash_forward.attention_cases import normal
@@ -95,7 +95,7 @@ def test_bytes_of_mma_are_those_that_the_emulator_counts(m, n, causal):
 def test_bytes_of_simt_are_those_that_the_emulator_counts():
     case = normal(70, 134, 32, np.float32, causal=True)
     plan = simt.plan_simt(case.shape)
-    tiles = simt.tiles_for(case.shape)
+    tiles = simt_tiles.tiles_for(case.shape)
     ((read, written),) = counted(lambda shape: plan, case)
     assert read + written == count.fused(case.shape, tiles.bm, tiles.bn).total
 
