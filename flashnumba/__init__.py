@@ -1,1 +1,5 @@
 """flashnumba: attention on a GPU, from softmax to a FlashAttention-3 class kernel, in Python with Numba CUDA."""
+
+from flashnumba.attention import NoGpuWarning, attention
+
+__all__ = ["NoGpuWarning", "attention"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from flashnumba.machine import gpu, streams
-from tests.machine.fakes import Tensor
+from flashnumba.machine import gpu, launcher, streams
+from flashnumba.machine.function import Kernel
+from flashnumba.machine.layout import parameters
+from tests.machine.fakes import Driver, Torch
+
+WORDS = {"float32": "f", "int32": "i", "int64": "q"}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -25,9 +28,29 @@ def machine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def fake_torch(monkeypatch):
     """A stand-in for torch whose current stream on device d is 1000 + d."""
-    fake = SimpleNamespace(
-        Tensor=Tensor, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 1000 + device), current=0
-    )
+    fake = Torch()
     monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.setattr(streams, "_found", {})
     return fake
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, fake_torch):
+    """A driver that remembers launches (:class:`Driver`), of an H200 whose kernels are never compiled."""
+    driver = Driver(lambda kernel: driver.expected[kernel])
+    driver.expected, caches = {}, {}
+
+    def function(kernel, signature, device, shared):
+        driver.expected[kernel] = "".join(WORDS[p.element] if p.array is None else "QQqqQ" + "qq" * p.array.ndim
+                                          for p in parameters(kernel, signature))  # fmt: skip
+        return kernel
+
+    for name, value in (("unavailable", ""), ("device_arch", "90a"), ("multiprocessors", driver.count),
+                        ("max_shared", 232448), ("bindings", driver), ("primary_context", 7),
+                        ("device_name", "a stand-in"), ("current_device", 0)):  # fmt: skip
+        monkeypatch.setattr(gpu, name, lambda *args, value=value: value)
+    monkeypatch.setattr(launcher, "_function", function)
+    # What is prepared here must not be found by a test with a real GPU, nor the other way round.
+    cache = property(lambda kernel: caches.setdefault(kernel, {}), lambda kernel, value: None)
+    monkeypatch.setattr(Kernel, "cache", cache, raising=False)
+    return driver

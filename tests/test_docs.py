@@ -22,6 +22,8 @@ sys.path.insert(0, str(DOCS))
 import generators  # noqa: E402
 from generators import api, instructions, results, tables  # noqa: E402
 
+from flashnumba.attention import CHOICES  # noqa: E402
+
 NOTEBOOK = {
     "cells": [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# A lesson\n"}],
     "metadata": {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}},
@@ -111,8 +113,14 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     names = [declared.name for declared in instructions.DECLARED]
     names += [name for family in instructions.FAMILIES for name, _ in instructions.factories(family)]
     assert [name for name in names if f"{name}(" not in text] == []
+    text = Page(site / "how-to" / "attention.html").text
+    assert [choice for choice in CHOICES if choice.when not in text or choice.backend not in text] == []
     known = Page(site / "py-modindex.html").text
-    missing = [m for m in (*api.modules_of("flashnumba.stages"), "flashnumba.machine.launcher") if m not in known]
+    missing = [
+        m
+        for m in (*api.modules_of("flashnumba.stages"), "flashnumba.machine.launcher", "flashnumba.attention")
+        if m not in known
+    ]
     assert missing == []
     api_text = Page(site / "api" / "machine.html").text
     for shown in ("class Kernel(", "blocks a multiprocessor the compiler must leave room for", "class Instruction("):

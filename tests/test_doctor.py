@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+import sys
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from flashnumba.attention import CHOICES
 from flashnumba.commands import doctor as room
 from flashnumba.machine import compiler, gpu, install
 
@@ -209,6 +211,37 @@ def test_what_is_printed_shows_extras_in_brackets(no_gpu, monkeypatch):
     result = CliRunner().invoke(app, [], env={"COLUMNS": "200"})
     assert install.extra("cu13") in result.output
     assert "A GPU cannot be used for want of: compiler, GPU." in result.output
+
+
+# -- which kernel attention() takes ------------------------------------------------------------------------------------
+def here():
+    return [backend for _, backend, holds in room.choices() if holds]
+
+
+def test_what_attention_runs_on_each_machine(a_gpu, monkeypatch):
+    assert [(when, backend) for when, backend, _ in room.choices()] == [(c.when, c.backend) for c in CHOICES]
+    assert here() == ["flash_forward.split", "flash_forward.mma", "flash_forward.simt"]
+    monkeypatch.setattr(gpu, "device_arch", lambda device=None: "75")
+    assert here() == ["flash_forward.mma", "flash_forward.simt"]
+    monkeypatch.setattr(gpu, "device_arch", lambda device=None: "61")
+    assert here() == ["numpy"]
+
+
+def test_what_attention_runs_is_printed(no_gpu, monkeypatch):
+    assert here() == ["numpy"]
+    app = typer.Typer()
+    room.register(app)
+    lines = CliRunner().invoke(app, [], env={"COLUMNS": "300"}).output.splitlines()
+    (title,) = [i for i, line in enumerate(lines) if "what attention() runs" in line]
+    for choice in CHOICES:
+        (line,) = [line for line in lines[title:] if choice.when in line]
+        assert choice.backend in line
+        assert ("here" in line) is (choice.backend == "numpy")
+
+
+def test_a_package_that_does_not_import_has_no_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashnumba.stages.heads", None)
+    assert room.choices() == []
 
 
 def test_version_numbers():

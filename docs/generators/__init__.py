@@ -47,6 +47,7 @@ def write(docs: Path, *, execute: bool, root: Path | None = None) -> None:
         "instructions": instructions.table(),
         "ladder": tables.ladder(lessons),
         "lessons": tables.lessons(lessons, execute=execute),
+        "attention": tables.attention(),
         "faults": tables.faults(),
         "conformance": tables.conformance(root / "tests" / "machine" / "conformance"),
         "tensor_core": tables.tensor_core(),

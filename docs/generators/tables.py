@@ -10,13 +10,15 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
+from flashnumba.attention import CHOICES
 from flashnumba.ladder import STAGES, Rung, Stage
 from flashnumba.machine import emulator
 from flashnumba.machine.emulator.tensor_core import RULES
 from flashnumba.machine.instructions import APPROXIMATIONS
 from flashnumba.machine.occupancy import MACHINES, NOTES, budget, draw_budget
 
-__all__ = ["budgets", "conformance", "draw_budgets", "faults", "ladder", "lessons", "markdown", "tensor_core"]
+__all__ = ["attention", "budgets", "conformance", "draw_budgets", "faults", "ladder", "lessons", "markdown",
+           "tensor_core"]  # fmt: skip
 
 
 EXECUTED = "The pages here were executed by the build of this site.\n"
@@ -64,6 +66,13 @@ def lessons(there: Sequence[str], *, execute: bool) -> str:
     contents = "```{toctree}\n:hidden:\n\n" + "".join(f"/lessons/{name}\n" for name in there) + "```\n"
     text = EXECUTED if execute else NOT_EXECUTED
     return f"{text}\n" + markdown(("lesson", "stage", "question"), rows) + ("\n" + contents if there else "")
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+def attention() -> str:
+    """Which kernel ``attention()`` takes when."""
+    rows = [(i, choice.when, f"`{choice.backend}`") for i, choice in enumerate(CHOICES, 1)]
+    return markdown(("", "when", "backend"), rows)
 
 
 # -- the emulator ------------------------------------------------------------------------------------------------------

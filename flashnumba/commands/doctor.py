@@ -220,6 +220,27 @@ def _rungs() -> Iterator[Check]:
         yield Check(f"{name} kernels", "ok", f"{where}; {what}, sm_{needed}")
 
 
+def choices() -> list[tuple[str, str, bool]]:
+    """The table by which ``attention(backend="auto")`` chooses: when, backend, and whether it can come to that here.
+
+    Empty where the package itself does not import; the checks then say why.
+    """
+    try:
+        from flashnumba.attention import CHOICES, choose
+        from flashnumba.machine import gpu
+        from flashnumba.machine.instruction import runs_on
+        from flashnumba.stages.heads import Shape
+        from flashnumba.tiles.elements import ITEMSIZE
+
+        arch = gpu.device_arch() if gpu.available() else ""
+        sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "n": 1 << 16, "d": 64, "arch": arch or "75"}
+        usable = bool(arch) and runs_on(arch, "75")
+        here = [choose(Shape(e, m=m, **sizes), usable) for e in ITEMSIZE for m in (1, 1 << 16)]
+    except Exception:
+        return []
+    return [(choice.when, choice.backend, choice in here) for choice in CHOICES]
+
+
 MARKS = {"ok": "[green]yes[/]", "broken": "[bold red]no[/]", "missing": "[yellow]no[/]", "optional": "[dim]-[/]"}
 
 
@@ -233,6 +254,14 @@ def doctor() -> None:
         table.add_row(check.name, MARKS[check.state], escape(check.found))
     console = Console()
     console.print(table)
+    rows = choices()
+    if rows:
+        table = Table(title="\nwhat attention() runs: the first row that holds", title_justify="left")
+        for heading in ("", "when", "backend"):
+            table.add_column(heading, overflow="fold")
+        for when, backend, here in rows:
+            table.add_row("[green]here[/]" if here else "[dim]-[/]", escape(when), backend)
+        console.print(table)
     mends = [check for check in found if check.mend]
     if mends:
         console.print("\nTo mend or add what is not there:")

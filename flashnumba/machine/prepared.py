@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from flashnumba.machine import gpu
@@ -16,7 +17,7 @@ from flashnumba.machine.layout import Frame, Parameter, dimensions, parameters
 from flashnumba.machine.streams import current_stream, stream_handle
 from flashnumba.machine.tensor_map import TensorMap
 
-__all__ = ["OnHost", "Prepared"]
+__all__ = ["Fixed", "OnHost", "Prepared"]
 
 
 class OnHost(Exception):
@@ -73,7 +74,8 @@ class Prepared:
             kind, named = self._write(frame, args)
             if sizes is not None:
                 handle = current_stream(kind, self.device, named) if stream is None else stream_handle(stream)
-                self._go(sizes, handle, frame, args)
+                self._go(sizes, handle, frame)
+                self._pin(args, handle)
                 if kind == "jax":
                     # JAX's streams cannot be seen from outside, so its next operation would not wait for this one.
                     gpu.call(self._driver.cuStreamSynchronize, handle)
@@ -86,6 +88,25 @@ class Prepared:
             from flashnumba.machine.copies import run_on_copies
 
             run_on_copies(self, grid, block, args, 0 if stream is None else stream_handle(stream))
+
+    def fixed(self, grid: Any, block: Any, args: tuple[Any, ...]) -> Fixed:
+        """This launch with everything but its arrays' addresses as it is now.
+
+        Raises:
+            TypeError, ValueError: as a launch; and for an argument whose address is not all there is to it: a tensor
+                map, or an array in host memory.
+        """
+        sizes, frame = self._sizes(grid, block), Frame(self.parameters)
+        for place, arg in zip(self.parameters, args, strict=False):
+            if arg.__class__ is TensorMap:
+                raise TypeError(f"{place.name} is a tensor map, which holds an address of its own; launch it as it is")
+        try:
+            self._write(frame, args)
+        except OnHost:
+            raise ValueError(
+                f"{self.kernel.__name__} was given arrays in host memory; addresses on a GPU can be exchanged"
+            ) from None
+        return Fixed(self, sizes, bytes(frame.buffer))
 
     def _write(self, frame: Frame, args: tuple[Any, ...]) -> tuple[str | None, int | None]:
         """Bring the buffer up to date; return the arrays' kind and the stream that one of them names.
@@ -168,7 +189,7 @@ class Prepared:
                 f"{place.name} is on cuda:{device}; the launch is on cuda:{self.device}, where all arguments must be"
             )
 
-    def _go(self, sizes: tuple[int, ...], stream: int, frame: Frame, args: tuple[Any, ...]) -> None:
+    def _go(self, sizes: tuple[int, ...], stream: int, frame: Frame) -> None:
         driver = self._driver
         current = int(driver.cuCtxGetCurrent()[1])
         if current != self._context:
@@ -177,7 +198,7 @@ class Prepared:
                 gpu.call(driver.cuCtxSetCurrent, gpu.primary_context(self.device))
             else:
                 with gpu.on_device(self.device):
-                    self._go(sizes, stream, frame, args)
+                    self._go(sizes, stream, frame)
                 return
         status = self._launch(self.function, *sizes, self.shared, stream, frame.address, *self._last)[0]
         if status:
@@ -185,6 +206,9 @@ class Prepared:
                 f"{self.kernel.__name__} was not launched: {getattr(status, 'name', status)}; grid {sizes[:3]}, "
                 f"block {sizes[3:]}, {self.shared} bytes of dynamic shared memory on cuda:{self.device}"
             )
+
+    def _pin(self, args: tuple[Any, ...], stream: int) -> None:
+        """Keep the tensor maps of a launch that a graph records."""
         for i in self._maps:
             if args[i].__class__ is TensorMap and self._capturing(stream):
                 args[i].pin()
@@ -222,3 +246,35 @@ class Prepared:
             query = self._driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
             each = gpu.call(query, self.function, threads, self.shared)
         return each * gpu.multiprocessors(self.device)
+
+
+class Fixed:
+    """A launch of which only the addresses of its arrays change from call to call: see :meth:`Prepared.fixed`.
+
+    It checks nothing: who calls it answers for arrays of the same type, shape, strides and device as those before, at
+    addresses that the kernel's loads allow.
+    """
+
+    def __init__(self, prepared: Prepared, sizes: tuple[int, ...] | None, written: bytes) -> None:
+        self._prepared, self._sizes, self._written = prepared, sizes, written
+        self._places = tuple(p.at + 4 for p in prepared.parameters if p.array is not None)
+        self._threads = threading.local()
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch on a stream, given by its handle; one address for each array argument, in their order."""
+        threads = self._threads
+        frame = getattr(threads, "frame", None) or self._frame()
+        threads.frame = None  # as in Prepared: a finaliser must find another buffer
+        try:
+            words = frame.words
+            for place, address in zip(self._places, addresses, strict=True):
+                words[place] = address
+            if self._sizes is not None:
+                self._prepared._go(self._sizes, stream, frame)
+        finally:
+            threads.frame = frame
+
+    def _frame(self) -> Frame:
+        frame = Frame(self._prepared.parameters)
+        frame.buffer[:] = self._written
+        return frame

@@ -1,102 +1,113 @@
-"""A launch on torch tensors like those of an earlier one: what was found and planned then is used again.
+"""A call on torch tensors like those of an earlier one: what was found and planned then is used again.
 
 Describing, checking and planning cost a host about as long as a GPU takes for 100 MB. They depend on shapes, strides,
-types and alignment only, so a second call on tensors of the same kind looks the answer up.
+types and alignment only, so a second call on tensors of the same kind looks the answer up: a :class:`Recipe` allocates
+what is new and launches; of the arrays it only needs the addresses.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flashnumba.machine import launcher
-
 if TYPE_CHECKING:
-    from flashnumba.stages.rows import Rows
+    from flashnumba.machine.prepared import Fixed
+    from flashnumba.stages import heads, rows
 
-__all__ = ["Recipe", "Recipes"]
+__all__ = ["Recipe", "Recipes", "kind", "of_heads", "of_rows", "rows_key"]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A prepared launch of ``kernel(x, out, *scratch)``.
+    """What to do with arguments of the kind that it was made for.
 
     Attributes:
-        ready, grid, threads: the launch.
-        x_view, out_view: (shape, strides) as the kernel wants them; None where the tensor is so already.
-        scratch: uint64 zeros it needs.
+        new: what allocates the arrays that are made anew.
+        launches: each with the places of its arrays among the given and the new ones.
+        stream: the current stream's handle.
+        returns: the place of what the caller gets, or several.
     """
 
-    ready: Any
-    grid: int
-    threads: int
-    x_view: tuple[Any, Any] | None
-    out_view: tuple[Any, Any] | None
-    scratch: int
+    new: tuple[Callable[[], Any], ...]
+    launches: tuple[tuple[Fixed, tuple[int, ...]], ...]
+    stream: Callable[[], int]
+    returns: int | tuple[int, ...]
 
-    def __call__(self, x: Any, out: Any) -> Any:
-        """Launch on the current stream; the arguments are of the kind it was made for."""
-        out = x.new_empty(x.shape) if out is None else out
-        x2 = x if self.x_view is None else x.as_strided(*self.x_view)
-        out2 = out if self.out_view is None else out.as_strided(*self.out_view)
-        if self.scratch:
-            torch = sys.modules["torch"]
-            words = torch.zeros(self.scratch, dtype=torch.int64, device=x.device).view(torch.uint64)
-            self.ready(self.grid, self.threads, (x2, out2, words))
-        else:
-            self.ready(self.grid, self.threads, (x2, out2))
-        return out
+    def __call__(self, *given: Any) -> Any:
+        """Allocate and launch on the current stream."""
+        arrays = [*given, *[make() for make in self.new]]
+        addresses = [array.data_ptr() for array in arrays]
+        stream = self.stream()
+        for launch, places in self.launches:
+            launch([addresses[place] for place in places], stream)
+        if self.returns.__class__ is int:
+            return arrays[self.returns]
+        return tuple([arrays[place] for place in self.returns])
 
 
 class Recipes:
-    """The recipes of one function, by the kind of its arguments."""
+    """The recipes of one function, by what they depend on. A key of None is neither found nor kept."""
 
     capacity = 1024
 
     def __init__(self) -> None:
         self._known: dict[Any, Recipe] = {}
 
-    @staticmethod
-    def key(x: Any, out: Any, kernel: str, machine: str, stream: Any) -> Any:
-        """What a recipe depends on; None for arguments that are looked at each time."""
-        torch = sys.modules.get("torch")
-        if torch is None or x.__class__ is not torch.Tensor or not x.is_cuda or x.requires_grad:
-            return None
-        if stream is not None or not (isinstance(kernel, str) and isinstance(machine, str)) or machine == "emulator":
-            return None
-        first = x.data_ptr()
-        kind = (kernel, machine, x.dtype, x.shape, x.stride(), x.get_device(), first & 15)
-        if out is None:
-            return kind
-        if out.__class__ is not torch.Tensor or not out.is_cuda or out.requires_grad:
-            return None
-        other = out.data_ptr()
-        if other != first and first < other + _reach(out) and other < first + _reach(x):
-            return None
-        return (*kind, out.dtype, out.shape, out.stride(), out.get_device(), other & 15, other == first)
-
     def get(self, key: Any) -> Recipe | None:
         return self._known.get(key)
 
-    def add(self, key: Any, rows: Rows, x: Any, out: Any) -> None:
-        """Keep what a launch has found, unless it worked on copies."""
-        if key is None or rows.planned is None or not rows.direct:
+    def add(self, key: Any, recipe: Recipe | None) -> None:
+        if key is None or recipe is None:
             return
-        kernel, grid, threads, shared, scratch = rows.planned
-        more = (rows.zeros(scratch),) if scratch else ()
-        ready = launcher.prepare(kernel, (rows.x, rows.out, *more), shared=shared, machine="cuda", device=rows.device)
-        x_view = None if _same(x, rows.x) else (rows.x.shape, rows.x.stride())
-        # A new result is packed, so one of two axes is as the kernel wants it.
-        as_it_is = x.shape == rows.out.shape if out is None else _same(out, rows.out)
-        out_view = None if as_it_is else (rows.out.shape, rows.out.stride())
         if len(self._known) >= self.capacity:
             self._known.clear()
-        self._known[key] = Recipe(ready, grid, threads, x_view, out_view, scratch)
+        self._known[key] = recipe
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride()
+def kind(tensor: Any) -> Any:
+    """What of a torch CUDA tensor a plan depends on; None for arrays that are looked at each time."""
+    torch = sys.modules.get("torch")
+    if torch is None or tensor.__class__ is not torch.Tensor or not tensor.is_cuda or tensor.requires_grad:
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.data_ptr() & 15
+
+
+# -- functions over rows -----------------------------------------------------------------------------------------------
+def rows_key(x: Any, out: Any, kernel: str, machine: str, stream: Any) -> Any:
+    """What the recipe of ``kernel(x, out)`` depends on; None for arguments that are looked at each time."""
+    of_x = kind(x)
+    if of_x is None:
+        return None
+    if stream is not None or not (isinstance(kernel, str) and isinstance(machine, str)) or machine == "emulator":
+        return None
+    if out is None:
+        return kernel, machine, of_x
+    of_out = kind(out)
+    if of_out is None:
+        return None
+    first, other = x.data_ptr(), out.data_ptr()
+    if other != first and first < other + _reach(out) and other < first + _reach(x):
+        return None
+    return kernel, machine, of_x, of_out, other == first
+
+
+def of_rows(rows: rows.Rows, out: Any) -> Recipe | None:
+    """The recipe ``(x) -> out`` or, with ``out`` given, ``(x, out) -> out`` of a launch; None if it was on copies."""
+    from flashnumba.machine import launcher
+
+    if rows.planned is None or not rows.direct:
+        return None
+    torch = sys.modules["torch"]
+    kernel, grid, threads, shared, scratch = rows.planned
+    args = (rows.x, rows.out, *((rows.zeros(scratch),) if scratch else ()))
+    ready = launcher.prepare(kernel, args, shared=shared, machine="cuda", device=rows.device)
+    new = [] if out is not None else [_empty(rows.found.shape, rows.x.dtype, rows.x.device)]
+    if scratch:
+        new.append(partial(torch.zeros, scratch, dtype=torch.int64, device=rows.x.device))
+    return _recipe(new, [(ready.fixed(grid, threads, args), range(len(args)))], rows.device, 1)
 
 
 def _reach(tensor: Any) -> int:
@@ -105,3 +116,44 @@ def _reach(tensor: Any) -> int:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((n - 1) * s for n, s in steps)) * tensor.element_size()
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe | None:
+    """The recipe ``(q, k, v) -> o`` or ``(o, lse)`` of a plan that was run; None unless on torch tensors on a GPU."""
+    from flashnumba.machine import launcher
+    from flashnumba.stages.heads import signature
+
+    if heads.found.kind != "torch-cuda":
+        return None
+    torch = sys.modules["torch"]
+    o, lse = heads.results
+    shapes = {"o": (o.shape, o.dtype), "lse": (lse.shape, lse.dtype)}
+    shapes |= {name: (shape, torch.float32) for name, shape in plan.scratch.items()}
+    new = [_empty(shape, dtype, o.device) for shape, dtype in shapes.values()]
+    known = {**heads.arrays, **{name: new[at]() for at, name in enumerate(shapes) if name in plan.scratch}}
+    scalars = {"scale": heads.scale, "causal": int(heads.shape.causal)}
+    places = {name: at for at, name in enumerate(("q", "k", "v", *shapes))}
+    launches = []
+    for launch in plan.launches:
+        wanted = signature(heads.shape.element, launch.args)
+        ready = launcher.prepare(launch.kernel, wanted, shared=launch.shared, machine="cuda", device=heads.device)
+        args = tuple({**known, **scalars}[name] for name in launch.args)
+        arrays = [places[name] for name in launch.args if name in places]
+        launches.append((ready.fixed(launch.grid, launch.threads, args), arrays))
+    return _recipe(new, launches, heads.device, (3, 4) if return_lse else 3)
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+def _recipe(
+    new: Iterable[Callable[[], Any]], launches: Iterable[tuple[Fixed, Iterable[int]]], device: int | None,
+    returns: int | tuple[int, ...],
+) -> Recipe:  # fmt: skip
+    from flashnumba.machine.streams import current_stream
+
+    steps = tuple((launch, tuple(places)) for launch, places in launches)
+    return Recipe(tuple(new), steps, partial(current_stream, "torch-cuda", device), returns)
+
+
+def _empty(shape: Iterable[int], dtype: Any, device: Any) -> Callable[[], Any]:
+    return partial(sys.modules["torch"].empty, tuple(shape), dtype=dtype, device=device)

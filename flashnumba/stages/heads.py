@@ -94,7 +94,7 @@ Planner = Callable[[Shape], Plan]
 
 @dataclass
 class Heads:
-    """The problem as kernels get it, ``arrays`` and scalars by name; ``prepared`` is filled by :meth:`run`."""
+    """The problem as kernels get it, ``arrays`` and scalars by name."""
 
     shape: Shape
     arrays: dict[str, Any]
@@ -104,7 +104,6 @@ class Heads:
     stream: Any
     found: Described
     results: tuple[Any, Any]
-    prepared: list[tuple[Any, Launch]] = field(default_factory=list)
 
     def run(self, plan: Plan) -> tuple[Any, Any]:
         """Launch a plan; returns (o, lse) as the caller gets them.
@@ -128,7 +127,6 @@ class Heads:
                     )
                 ready = prepared(launch, self.shape.element, self.machine, self.device)
                 ready(launch.grid, launch.threads, tuple(known[name] for name in launch.args), self.stream)
-                self.prepared.append((ready, launch))
         return self.finish()
 
     def finish(self) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from flashnumba.machine.copies import merged
 from flashnumba.machine.function import kernel
 from flashnumba.machine.layout import Frame, dimensions, parameters
 from flashnumba.machine.numba import boolean, cuda, float16, float32, int8, int32, int64, types, uint8, uint16, uint64
+from flashnumba.machine.tensor_map import TensorMap
 from tests.machine.fakes import Driver, Tensor
 
 
@@ -233,6 +234,72 @@ def test_threads_do_not_share_a_buffer(monkeypatch):
             wrong.append(values)
     assert len(driver.launches) == 600
     assert not wrong
+
+
+# -- launches of which only addresses change ---------------------------------------------------------------------------
+ADDRESSES = types.Array(float32, 1, "A"), types.Array(float32, 2, "C"), float32, int64
+
+
+@kernel(threads=64)
+def first_and_rows(x, rows, factor, count):
+    rows[0, 0] = x[0] * factor
+
+
+def test_a_fixed_launch_exchanges_addresses_alone(monkeypatch):
+    driver, run = ready(monkeypatch, first_and_rows, ADDRESSES, "QQqqQqq" + "QQqqQqqqq" + "fq", shared=64)
+    x, rows = gpu_array(4096, np.float32, (6,), (-8,)), gpu_array(512, np.float32, (2, 3))
+    again = run.fixed((5, 2), 32, (x, rows, 2.5, 7))
+    assert not driver.launches
+    run((5, 2), 32, (x, rows, 2.5, 7), stream=3)
+    for addresses, stream in (((4096, 512), 3), ((2**40, 16), 99)):
+        again(addresses, stream)
+    as_before, same, other = driver.launches
+    assert same == as_before
+    assert other[:4] == ("function", (5, 2, 1, 32, 1, 1), 64, 99)
+    expected = list(as_before[-1])
+    expected[4], expected[7 + 4] = 2**40, 16
+    assert other[-1] == tuple(expected)
+    with pytest.raises(ValueError, match="shorter"):
+        again((4096,), 3)
+
+
+def test_a_fixed_launch_in_several_threads(monkeypatch):
+    driver, run = ready(monkeypatch, first_and_rows, ADDRESSES, "QQqqQqq" + "QQqqQqqqq" + "fq")
+    x, rows = gpu_array(4096, np.float32, (6,)), gpu_array(512, np.float32, (2, 3))
+    again = run.fixed(1, 32, (x, rows, 2.5, 7))
+
+    def work(number):
+        for _ in range(200):
+            again((256 * number, 16 * number), number)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in (1, 2, 3)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert len(driver.launches) == 600
+    for *_, stream, values in driver.launches:
+        assert (values[4], values[11], values[-2:]) == (256 * stream, 16 * stream, (2.5, 7))
+
+
+def test_a_fixed_launch_of_nothing(monkeypatch):
+    driver, run = ready(monkeypatch, first_and_rows, ADDRESSES, "QQqqQqq" + "QQqqQqqqq" + "fq")
+    x, rows = gpu_array(4096, np.float32, (6,)), gpu_array(512, np.float32, (2, 3))
+    run.fixed(0, 32, (x, rows, 2.5, 7))((4096, 512), 3)
+    assert not driver.launches
+
+
+def test_what_a_fixed_launch_does_not_take(monkeypatch):
+    _, run = ready(monkeypatch, first_and_rows, ADDRESSES, "QQqqQqq" + "QQqqQqqqq" + "fq")
+    x, rows = gpu_array(4096, np.float32, (6,)), gpu_array(512, np.float32, (2, 3))
+    with pytest.raises(ValueError, match="first_and_rows was given arrays in host memory"):
+        run.fixed(1, 32, (np.zeros(6, np.float32), rows, 2.5, 7))
+    with pytest.raises(TypeError, match="first_and_rows takes 4 arguments, not 3"):
+        run.fixed(1, 32, (x, rows, 2.5))
+    with pytest.raises(ValueError, match="block is 65, 65 threads"):
+        run.fixed(1, 65, (x, rows, 2.5, 7))
+    with pytest.raises(TypeError, match="x is a tensor map, which holds an address of its own"):
+        run.fixed(1, 32, (object.__new__(TensorMap), rows, 2.5, 7))
 
 
 def test_host_and_gpu_arrays_do_not_mix(monkeypatch):

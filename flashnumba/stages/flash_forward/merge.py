@@ -1,7 +1,8 @@
 """The states that the parts of split-KV attention leave, (m, l, acc) each, become one row of O and its LSE.
 
-The merge of two states is associative, so each warp takes every eighth part in one pass, as a running maximum takes
-keys, and the warps' states are merged at the end. :mod:`.split` tells the mathematics.
+The merge of two states is associative, so each warp takes its share of the parts in one pass, as a running maximum
+takes keys, and the warps' states are merged at the end. A lane has four neighbouring columns, or one where rows are no
+multiple of four. :mod:`.split` tells the mathematics.
 """
 
 from __future__ import annotations
@@ -9,29 +10,45 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.instructions import ex2_approx, f32_to_bf16, global_address, ld_global_f32
+from flashnumba.machine.instructions import (
+    ex2_approx,
+    f32_to_bf16,
+    global_address,
+    ld_global_f32,
+    ld_global_v4_f32,
+)
 from flashnumba.machine.numba import cuda, float16, float32, int64, uint64
 from flashnumba.tiles.attention import log_sum, share_of
 from flashnumba.tiles.online import NOTHING
 
-__all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge"]
+__all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge", "warps_for"]
 
 MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse")
-MERGE_WARPS, AT_ONCE = 8, 8
+AT_ONCE, MOST_WARPS = 8, 8
 MERGE_FAULTS = ("barrier", "weight")
 """What can be planted."""
 
 
+def warps_for(splits: int) -> int:
+    """Warps a row: each loads up to :data:`AT_ONCE` parts before it uses the first."""
+    return min(MOST_WARPS, 1 << max(0, -(-splits // AT_ONCE) - 1).bit_length())
+
+
 @cache
-def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
-    """The kernel that merges parts: a block a row; its threads are ``MERGE_WARPS`` warps.
+def make_merge(
+    d: int, element: str, warps: int = MOST_WARPS, arch: str = "80", *, wide: bool = True, broken: str = ""
+) -> Kernel:
+    """The kernel that merges parts: a block of ``warps`` warps a row.
 
     Args:
         d: columns there are at most, a multiple of 32.
+        wide: the number of columns is a multiple of four.
         broken: plants one of :data:`MERGE_FAULTS`.
     """
-    threads, per_lane, warps, held = 32 * MERGE_WARPS, d // 32, MERGE_WARPS, AT_ONCE * d // 32
-    partial, states = (MERGE_WARPS, d), (MERGE_WARPS, 2)
+    threads, width = 32 * warps, 4 if wide else 1
+    groups = -(-d // (32 * width))  # of ``width`` columns, a lane
+    per_lane = groups * width
+    held, partial, states, columns_each = AT_ONCE * per_lane, (warps, d), (warps, 2), -(-d // threads)
     no_barrier, unweighted = broken == "barrier", broken == "weight"
     is_half = element == "float16"
 
@@ -41,6 +58,13 @@ def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> K
         if unweighted:
             return float32(1)
         return ex2_approx(m - (float32(0) if top == float32(NOTHING) else top))
+
+    @device
+    def load(loaded, at, address):
+        if wide:
+            ld_global_v4_f32(loaded, at, address)
+        else:
+            loaded[at] = ld_global_f32(address)
 
     @kernel(threads=threads, arch=arch, name="flash_forward.merge")
     def merge(acc_parts, m_parts, l_parts, o, lse):
@@ -52,9 +76,10 @@ def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> K
         index = int64(cuda.blockIdx.x)
         row, head, batch = index % rows, index // rows % heads, index // rows // heads
         apart = m_parts.shape[1] * heads * rows  # rows from a part to the next
-        m_from = global_address(m_parts) + uint64(4 * index)
-        l_from = global_address(l_parts) + uint64(4 * index)
-        acc_from = global_address(acc_parts) + uint64(4 * index * columns)
+        state_step, acc_step = uint64(4 * warps * apart), uint64(4 * warps * apart * columns)
+        first = warp * apart + index
+        m_from, l_from = global_address(m_parts) + uint64(4 * first), global_address(l_parts) + uint64(4 * first)
+        acc_from = global_address(acc_parts) + uint64(4 * (first * columns + width * lane))
         acc = cuda.local.array(per_lane, float32)
         loaded = cuda.local.array(held, float32)
         m = cuda.local.array(AT_ONCE, float32)
@@ -62,34 +87,35 @@ def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> K
         top, total = float32(NOTHING), float32(0)
         for i in range(per_lane):
             acc[i] = float32(0)
-        for s0 in range(warp, splits, warps * AT_ONCE):
+        for s in range(warp, splits, warps * AT_ONCE):
             # Several parts are loaded before the first is used: their latencies overlap.
             for a in range(AT_ONCE):
-                s = s0 + a * warps
                 m[a], l[a] = float32(NOTHING), float32(0)
-                if s < splits:
-                    m[a], l[a] = (
-                        ld_global_f32(m_from + uint64(4 * s * apart)),
-                        ld_global_f32(l_from + uint64(4 * s * apart)),
-                    )
                 for i in range(per_lane):
                     loaded[a * per_lane + i] = float32(0)
-                    if s < splits and lane + 32 * i < columns:
-                        at = s * apart * columns + lane + 32 * i
-                        loaded[a * per_lane + i] = ld_global_f32(acc_from + uint64(4 * at))
+                if s + a * warps < splits:
+                    m[a], l[a] = ld_global_f32(m_from), ld_global_f32(l_from)
+                    for g in range(groups):
+                        if width * (lane + 32 * g) < columns:
+                            load(loaded, a * per_lane + g * width, acc_from + uint64(128 * width * g))
+                m_from, l_from, acc_from = m_from + state_step, l_from + state_step, acc_from + acc_step
             before = top
             for a in range(AT_ONCE):
                 top = max(top, m[a])
-            total *= weight(before, top)
+            kept = weight(before, top)
+            total *= kept
             for i in range(per_lane):
-                acc[i] *= weight(before, top)
+                acc[i] *= kept
             for a in range(AT_ONCE):
                 share = weight(m[a], top)
                 total += share * l[a]
                 for i in range(per_lane):
                     acc[i] += share * loaded[a * per_lane + i]
-        for i in range(per_lane):
-            sums[warp, lane + 32 * i] = acc[i]
+        for g in range(groups):
+            for i in range(width):
+                column = width * (lane + 32 * g) + i
+                if column < d:
+                    sums[warp, column] = acc[g * width + i]
         if lane == 0:
             state[warp, 0] = top
             state[warp, 1] = total
@@ -100,17 +126,18 @@ def make_merge(d: int, element: str, arch: str = "80", *, broken: str = "") -> K
             top = max(top, state[w, 0])
         for w in range(warps):
             total += weight(state[w, 0], top) * state[w, 1]
-        column = int64(cuda.threadIdx.x)
-        if column < columns:
-            x = float32(0)
-            for w in range(warps):
-                x += weight(state[w, 0], top) * sums[w, column]
-            x *= share_of(total)
-            if is_half:
-                o[batch, head, row, column] = float16(x)
-            else:
-                o[batch, head, row, column] = f32_to_bf16(x)
-        if column == 0:
+        share = share_of(total)
+        for i in range(columns_each):
+            column = int64(cuda.threadIdx.x) + i * threads
+            if column < columns:
+                x = float32(0)
+                for w in range(warps):
+                    x += weight(state[w, 0], top) * sums[w, column]
+                if is_half:
+                    o[batch, head, row, column] = float16(x * share)
+                else:
+                    o[batch, head, row, column] = f32_to_bf16(x * share)
+        if cuda.threadIdx.x == 0:
             lse[batch, head, row] = log_sum(top, total)
 
     return merge

@@ -56,10 +56,14 @@ def scores(
     q: np.ndarray, k: np.ndarray, scale: float | None, mask: np.ndarray, inside: DTypeLike
 ) -> np.ndarray:  # fmt: skip
     """``scale * Q K^T`` where the mask lets it be seen, -inf elsewhere: ``[..., H, M, N]`` of ``inside``."""
-    scale = 1 / sqrt(q.shape[-1]) if scale is None else scale
     s = q.astype(inside) @ _of_query_heads(k, q).astype(inside).swapaxes(-1, -2)  # [..., H, M, N]
-    s = s * np.dtype(inside).type(scale)  # [..., H, M, N]
-    return np.where(mask, s, -np.inf).astype(inside)  # [..., H, M, N]
+    return masked(s, scale, mask, q.shape[-1])  # [..., H, M, N]
+
+
+def masked(s: np.ndarray, scale: float | None, mask: np.ndarray, d: int) -> np.ndarray:
+    """Scale first, then mask: ``[..., H, M, N]`` of S's dtype."""
+    s = s * s.dtype.type(1 / sqrt(d) if scale is None else scale)  # [..., H, M, N]
+    return np.where(mask, s, -np.inf).astype(s.dtype)  # [..., H, M, N]
 
 
 def _of_query_heads(k: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -70,29 +74,23 @@ def _of_query_heads(k: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def attend(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None, mask: np.ndarray,
-    inside: DTypeLike = np.float64, p_dtype: DTypeLike | None = None,
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Attention with any mask, all scores at once.
+    """Attention in float64 with any mask, all scores at once.
 
     Args:
         q, k, v: see the module's conventions.
         scale: any finite number; 1/sqrt(D) if None.
         mask: ``[M, N]`` bool (or what broadcasts to ``[..., H, M, N]``), True where row i may see key j.
-        inside: what to compute in.
-        p_dtype: what weights are rounded to before they meet V; ``inside`` if None.
 
     Returns:
-        o ``[..., H, M, D]`` and lse ``[..., H, M]``, of ``inside``.
+        o ``[..., H, M, D]`` and lse ``[..., H, M]``, float64.
     """
     with np.errstate(invalid="ignore", over="ignore"):  # inf - inf and 0 * inf are NaN, as the limits say
-        s = scores(q, k, scale, mask, inside)  # [..., H, M, N]
+        s = scores(q, k, scale, mask, np.float64)  # [..., H, M, N]
         m = s.max(-1, initial=-np.inf)  # [..., H, M]
         p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
-        l = p.sum(-1)  # [..., H, M]
-        weights = p.astype(p_dtype or inside).astype(inside)  # [..., H, M, N]
-        acc = weights @ _of_query_heads(v, q).astype(inside)  # [..., H, M, D]
-    return normalise((m, l, acc))
+        return normalise((m, p.sum(-1), p @ _of_query_heads(v, q).astype(np.float64)))
 
 
 def dense(
@@ -108,18 +106,36 @@ def dense(
 
 def low_precision(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float | None = None, causal: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """:func:`dense` as a GPU does it: float32 inside, P rounded to the inputs' type before P V, O rounded to it too.
 
-    Its distance from the float64 result is the error that the mathematics excuses, see :mod:`flashnumba.compare`.
+    Its distance from the float64 result is the error that the mathematics excuses, see :mod:`flashnumba.compare`. So
+    sums run in their order, as in a kernel, not in NumPy's pairs or BLAS's lanes, whose results are more exact:
+    float32 one after the other, 16-bit elements by the sixteens of a tensor core.
 
     Returns:
         o ``[..., H, M, D]`` of q's dtype and lse ``[..., H, M]`` float32.
     """
-    mask = visible(q.shape[-2], k.shape[-2], causal)  # [M, N]
-    o, lse = attend(q, k, v, scale, mask, np.float32, q.dtype)  # [..., H, M, D], [..., H, M]
-    with np.errstate(over="ignore"):  # a float16 O of values near 65504 may round to inf
+    n, at_once = k.shape[-2], 1 if q.dtype == np.float32 else 16
+    mask = visible(q.shape[-2], n, causal)  # [M, N]
+    k, v = (_of_query_heads(x, q).astype(np.float32) for x in (k, v))  # [..., H, N, D], [..., H, N, D]
+    with np.errstate(invalid="ignore", over="ignore"):  # as in attend; and O near 65504 may round to float16's inf
+        s = in_order(q.astype(np.float32), k.swapaxes(-1, -2), at_once)  # [..., H, M, N]
+        s = masked(s, scale, mask, q.shape[-1])  # [..., H, M, N]
+        m = s.max(-1, initial=-np.inf)  # [..., H, M]
+        p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
+        l = np.add.accumulate(p, -1)[..., -1] if n else np.zeros_like(m)  # [..., H, M]
+        acc = in_order(p.astype(q.dtype).astype(np.float32), v, at_once)  # [..., H, M, D]
+        o, lse = normalise((m, l, acc))  # [..., H, M, D], [..., H, M]
         return o.astype(q.dtype), lse  # [..., H, M, D], [..., H, M]
+
+
+def in_order(a: np.ndarray, b: np.ndarray, at_once: int) -> np.ndarray:
+    """``a @ b``, ``at_once`` products at a time from the first to the last: ``[..., R, C]``."""
+    total = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)  # [..., R, C]
+    for i in range(0, a.shape[-1], at_once):
+        total = total + a[..., i : i + at_once] @ b[..., i : i + at_once, :]  # [..., R, C]
+    return total
 
 
 # -- block by block ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from flashnumba.machine.instructions import (
     st_global_f32,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.stages.flash_forward.merge import MERGE_ARGS, make_merge
+from flashnumba.stages.flash_forward.merge import MERGE_ARGS, make_merge, warps_for
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
@@ -196,17 +196,19 @@ def tiles_for(d: int, rows: int) -> AttentionTiles:
     return AttentionTiles(d, 64, max(bn, 32), slots=2)
 
 
-def splits_for(units: int, tiles: int, resident: int) -> int:
-    """Parts to cut ``tiles`` steps of keys into, where ``units`` blocks a part are wanted and ``resident`` run at once:
-    the fewest that fill the last wave nearly as well as any other number does."""
+def splits_for(units: int, tiles: int, multiprocessors: int) -> int:
+    """Parts to cut ``tiles`` steps of keys into, where a part is ``units`` blocks.
+
+    The time is that of the busiest multiprocessor: the blocks it gets times the steps of the longest part, and one more
+    for what a part leaves and the merge reads. Two blocks at least should be on each, to keep memory busy.
+    """
     most = max(1, min(tiles, MOST_SPLITS))
+    fewest = min(most, -(-2 * multiprocessors // units))
 
-    def filled(splits: int) -> float:
-        waves = units * splits / resident
-        return waves / -(-units * splits // resident)
+    def busiest(splits: int) -> int:
+        return -(-units * splits // multiprocessors) * (-(-tiles // splits) + 1)
 
-    best = max(filled(s) for s in range(1, most + 1))
-    return next(s for s in range(1, most + 1) if filled(s) >= 0.85 * best)
+    return min(range(min(fewest, most), min(most, 4 * fewest) + 1), key=busiest)
 
 
 def plan_split(shape: Shape) -> Plan:
@@ -222,10 +224,9 @@ def plan_split(shape: Shape) -> Plan:
     rows = shape.m * shape.group
     tiles = tiles_for(shape.d, rows)
     units = -(-rows // tiles.bm) * shape.kv_heads * shape.batch
-    each = max(1, min(100_000 // (tiles.shared + 1024), 2048 // (8 * tiles.threads)))
-    splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors * each)
+    splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors)
     kernel = make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d)
-    merge = make_merge(tiles.d, shape.element)
+    merge = make_merge(tiles.d, shape.element, warps_for(splits), wide=shape.d % 4 == 0)
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
         (

@@ -37,7 +37,7 @@ from flashnumba.tiles.raster import make_raster
 
 __all__ = ["BROKEN", "Tiles", "make_register_tile"]
 
-BROKEN = ("barrier", "buffer", "turn", "stride", "turned", "mask", "edge", "store")
+BROKEN = ("barrier", "buffer", "turn", "stride", "pad", "mask", "edge", "store")
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def make_register_tile(
         arch: below 80 bfloat16 is rounded in integers.
         broken: plants a fault: ``"barrier"`` leaves out the one a tile, ``"buffer"`` has one place in shared memory
             instead of two, ``"turn"`` loads fragments over those in use, ``"stride"`` takes A's lead for B,
-            ``"store"`` stores all of a tile; ``"mask"``, ``"edge"`` and ``"turned"`` are those of :func:`staging`.
+            ``"store"`` stores all of a tile; ``"mask"``, ``"edge"`` and ``"pad"`` are those of :func:`staging`.
 
     Raises:
         ValueError: the threads do not share a tile evenly.

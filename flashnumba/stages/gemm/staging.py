@@ -66,8 +66,8 @@ def staging(
         along_k: lines of the operand run along k.
         wide: 4 elements a load, which are aligned in every line and of which lines consist; else one.
         arch: see :func:`flashnumba.tiles.elements.vectors`.
-        broken: plants a fault: ``"mask"`` fills nothing up, ``"edge"`` reads rows that are not there, ``"turned"``
-            lets rows and steps change places on the way.
+        broken: plants a fault: ``"mask"`` fills nothing up, ``"edge"`` reads rows that are not there, ``"pad"``
+            stores lines side by side, without what :data:`PAD` leaves between them.
 
     Raises:
         ValueError: the threads do not share the tile evenly.
@@ -78,7 +78,7 @@ def staging(
     pairs = itemsize == 2 and wide
     loads = outer * bk // (per_load * threads)
     words = loads * words_each
-    line_bytes = 4 * (outer + PAD)
+    line_bytes = 4 * (outer if broken == "pad" else outer + PAD)
     # Lanes along a line, then lines; see the module's docstring for lines along k.
     along = CHUNK // per_load if along_k else outer // per_load
     across = outer if along_k else bk
@@ -91,7 +91,7 @@ def staging(
     if bk % CHUNK or outer % 4 or loads < 1 or shared_out != threads or turns_left:
         raise ValueError(f"{threads} threads do not share a tile of {outer} x {bk} evenly, {per_load} elements a load")
 
-    unmasked, unclamped, turned = broken == "mask", broken == "edge", broken == "turned"
+    unmasked, unclamped = broken == "mask", broken == "edge"
 
     @device
     def place(i):
@@ -139,8 +139,6 @@ def staging(
         value = cuda.local.array(4, float32)
         for i in range(loads):
             row, step = place(i)
-            if turned:
-                row, step = uint32(step * uint32(outer // bk)), uint32(row // uint32(outer // bk))
             at = tile + uint32(step * uint32(line_bytes)) + uint32(row * uint32(4))
             for j in range(per_load):
                 if pairs:

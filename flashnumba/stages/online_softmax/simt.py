@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.machine import launcher
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.numba import types
-from flashnumba.stages.again import Recipes
+from flashnumba.stages.again import Recipes, of_rows, rows_key
 from flashnumba.stages.online_softmax.one_pass import make_one_pass
 from flashnumba.stages.online_softmax.split import make_split
 from flashnumba.stages.online_softmax.split_ahead import make_split_ahead, shared_bytes
@@ -224,10 +224,10 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
         TypeError, ValueError: an argument does not fit, or the kernel asked for cannot take rows this long; before
             anything is launched.
     """
-    key = RECIPES.key(x, out, kernel, machine, stream)
+    key = rows_key(x, out, kernel, machine, stream)
     known = RECIPES.get(key)
     if known is not None:
-        return known(x, out)
+        return known(x) if out is None else known(x, out)
     rows: Rows = prepare_rows(x, out, kernel, KERNELS, machine, stream)
     if rows.shape.size:
         name = choose(rows.shape) if kernel == "auto" else kernel
@@ -239,7 +239,7 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
                     f"blocks at once as {kernel} needs: use two_pass"
                 )
             run(rows, plan_two_pass(rows.shape))
-        RECIPES.add(key, rows, x, out)
+        RECIPES.add(key, of_rows(rows, out))
     return rows.finish()
 
 

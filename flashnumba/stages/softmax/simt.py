@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import global_address
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
-from flashnumba.stages.again import Recipes
+from flashnumba.stages.again import Recipes, of_rows, rows_key
 from flashnumba.stages.rows import Rows, Shape, prepare_rows
 from flashnumba.tiles.elements import ITEMSIZE, arch_of, scalar, vectors
 from flashnumba.tiles.online import NOTHING, anchor, exponential, inverse
@@ -245,16 +245,16 @@ def softmax(x: Any, out: Any = None, *, kernel: str = "auto", machine: str = "au
     Raises:
         TypeError, ValueError: an argument does not fit; before anything is launched.
     """
-    key = RECIPES.key(x, out, kernel, machine, stream)
+    key = rows_key(x, out, kernel, machine, stream)
     known = RECIPES.get(key)
     if known is not None:
-        return known(x, out)
+        return known(x) if out is None else known(x, out)
     rows: Rows = prepare_rows(x, out, kernel, KERNELS, machine, stream)
     if rows.shape.size:
         name = choose(rows.shape) if kernel == "auto" else kernel
         made, blocks, threads = make(name, rows.shape)
         rows.launch(made, min(blocks, 2**31 - 1), threads)
-        RECIPES.add(key, rows, x, out)
+        RECIPES.add(key, of_rows(rows, out))
     return rows.finish()
 
 

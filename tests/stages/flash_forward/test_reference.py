@@ -265,7 +265,6 @@ def test_low_precision_is_near_and_its_error_is_that_of_its_type(dtype, causal):
     step = float(ml_dtypes.finfo(dtype).eps)
     error = np.abs(low_o.astype(np.float64) - o).max()
     assert 0 < error <= step * np.abs(v.astype(np.float64)).max() + 1e-5 * (step < 1e-6)
-    assert_close(low_lse, lse, reference.attend(q, k, v, None, reference.visible(128, 128, causal), np.float32)[1])
     assert np.abs(low_lse - lse).max() < 1e-5
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flashnumba.stages.flash_forward import split
-from flashnumba.stages.flash_forward.merge import MERGE_ARGS, MERGE_FAULTS, make_merge
+from flashnumba.stages.flash_forward.merge import MERGE_ARGS, MERGE_FAULTS, make_merge, warps_for
 from flashnumba.stages.flash_forward.split import SPLIT_ARGS
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.tiles.attention import AttentionTiles
@@ -30,7 +30,7 @@ def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", me
 
     def plan(shape: Shape) -> Plan:
         kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
-        merge = make_merge(tiles.d, shape.element, broken=merge_broken)
+        merge = make_merge(tiles.d, shape.element, warps_for(splits), wide=shape.d % 4 == 0, broken=merge_broken)
         units = -(-shape.m * shape.group // tiles.bm) * shape.kv_heads * shape.batch
         sizes = (splits, shape.batch, shape.heads, shape.m)
         return Plan(
@@ -87,13 +87,14 @@ def test_as_planned(machine):
 
 
 def test_how_many_parts():
-    """As many as fill a wave; no more than there are steps; one where the blocks fill the GPU anyway."""
-    assert split.splits_for(units=1, tiles=1000, resident=132) == 113
-    assert split.splits_for(units=8, tiles=128, resident=792) == 85
-    assert split.splits_for(units=8, tiles=3, resident=792) == 3
-    assert split.splits_for(units=1, tiles=0, resident=792) == 1
-    assert split.splits_for(units=10_000, tiles=128, resident=792) == 1
-    assert split.splits_for(units=792, tiles=128, resident=792) == 1
+    """As many as fill the GPU evenly; no more than there are steps; one where the blocks fill it anyway."""
+    for units, tiles, expected in ((8, 256, 33), (8, 3, 3), (1, 0, 1), (10_000, 128, 1), (264, 128, 1), (128, 256, 4)):
+        splits = split.splits_for(units, tiles, 132)
+        assert splits == expected, (units, tiles, splits)
+    for units in (1, 3, 8, 32, 128):
+        for tiles in (64, 256, 1000, 4096):
+            splits = split.splits_for(units, tiles, 132)
+            assert min(2 * 132, units * tiles) <= units * splits or splits == split.MOST_SPLITS
 
 
 def test_what_it_does_not_take():
