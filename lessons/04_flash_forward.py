@@ -30,6 +30,7 @@
 
 # %%
 import math
+from itertools import pairwise
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -44,8 +45,8 @@ from flashnumba.machine.instructions.fragments import a_map, c_map
 from flashnumba.machine.numba import cuda, float32
 from flashnumba.machine.occupancy import NOTES, budget, draw_budget, machine_of
 from flashnumba.stages import heads
-from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
-from flashnumba.stages.flash_forward import count, panels, plans, reference
+from flashnumba.stages.figures import BLUE, GREEN, ORANGE, RED
+from flashnumba.stages.flash_forward import count, moved_by_mma, moved_by_simt, panels, plans, reference
 from flashnumba.stages.flash_forward.mma import make_mma, tiles_for
 from flashnumba.stages.flash_forward.simt import make_simt
 from flashnumba.stages.flash_forward.simt_tiles import Tiles
@@ -76,7 +77,7 @@ print(f"kernels run on: {machine}")
 lesson.table(
     ("queries = keys", "Q, K, V, O", "S alone", "S over the rest"),
     [
-        (n, f"{4 * n * 64 * 2 / 2**20:.0f} MiB", f"{n * n * 2 / 2**20:.0f} MiB", f"{n / (4 * 64):g} times")
+        (n, f"{4 * n * 64 * 2 / 2**20:g} MiB", f"{n * n * 2 / 2**20:g} MiB", f"{n / (4 * 64):g} times")
         for n in (512, 4096, 65536)
     ],
 )
@@ -93,10 +94,10 @@ lesson.table(
 # where $j$ runs over the keys of the block. At the end $O = a / l$, and the row's $\operatorname{lse} = m + \ln l$ is
 # kept for the backward pass.
 #
-# **Why the division can wait.** After any block, $l = \sum_j e^{S_j - m}$ and $a = \sum_j e^{S_j - m} V_j$ over all keys
-# so far: for $l$ this is the claim of lesson 2, and the proof never used what is summed, only that each term has the
-# factor $e^{S_j - m}$. So $a / l$ is exact attention to the keys so far, and only the last one is wanted. One division a
-# row instead of one a block; and the factor $\alpha$ is the only thing that ever touches $a$ again.
+# **Why the division can wait.** After any block, $l = \sum_j e^{S_j - m}$ and $a = \sum_j e^{S_j - m} V_j$ over all
+# keys so far: for $l$ this is the claim of lesson 2, and the proof never used what is summed, only that each term has
+# the factor $e^{S_j - m}$. So $a / l$ is exact attention to the keys so far, and only the last one is wanted. One
+# division a row instead of one a block; and the factor $\alpha$ is the only thing that ever touches $a$ again.
 #
 # What is kept for a row: $D + 2$ numbers, whatever $N$ is.
 #
@@ -113,6 +114,7 @@ lesson.table(
 figure, axes = plt.subplots(1, 2, figsize=(12.5, 4.6), width_ratios=(1.5, 1))
 panels.draw_tiles(axes[0], 1000, 1500, 128, 128)
 panels.draw_tiles(axes[1], 1000, 600, 128, 128)
+axes[1].set_title("1000 queries, 600 keys")
 plt.show()
 
 # %% [markdown]
@@ -146,8 +148,8 @@ lesson.show_source(reference.blocked, first="m, l, acc = empty")
 lesson.show_source(reference.normalise)
 
 # %% [markdown]
-# `alpha` is `exp(m - m')`, with $-\infty - (-\infty)$ taken care of, as in lesson 2. The last line of `normalise` is the
-# row that saw nothing.
+# `alpha` is `exp(m - m')`, with $-\infty - (-\infty)$ taken care of, as in lesson 2. The last line of `normalise` is
+# the row that saw nothing.
 #
 # Here are the queries, keys and values of a trained transformer (all-MiniLM-L6-v2) reading the text of a licence. One
 # query, 512 keys, in blocks of 64:
@@ -187,16 +189,16 @@ figure.colorbar(picture, ax=values)
 plt.show()
 
 # %% [markdown]
-# Whenever $m$ steps up, the old sum is worth less: `alpha` is $10^{-6}$ and smaller, and the picture on the right starts
-# anew. After the block with the largest score nothing changes any more, although half of the keys are still to come. That
-# is real attention; with random numbers every block would matter a little.
+# Whenever $m$ steps up, the old sum is worth less: `alpha` is $10^{-6}$ and smaller, and the picture on the right
+# starts anew. After the block with the largest score nothing changes any more, although three of the eight blocks are
+# still to come. That is a sharp head of a real model; with random numbers every block would matter a little.
 #
 # ## The kernels
 #
 # ### simt: the algorithm as it stands
 #
-# A block of 128 threads owns 64 rows of one head. Sixteen neighbouring threads share a row; each holds its part of S and
-# of `acc` in registers. Here is the walk along the keys.
+# A block of 128 threads owns 64 rows of one head. Sixteen neighbouring threads share a row; each holds its part of S
+# and of `acc` in registers. Here is the walk along the keys.
 
 # %%
 simt = make_simt(Tiles(32, blocks=1), "float16")
@@ -205,15 +207,15 @@ lesson.show_source(simt, first="for key in range(0, keys", last="multiply_pv")
 # %% [markdown]
 # Read it against the formulas: products, scale, mask (only where the tile touches the diagonal or the end), the
 # recurrence, and the product with V. `keys` is where the block's last row stops seeing anything. The barriers stand
-# between those who write a piece of K or V and those who read it. Words like `late` and `short` are planted faults; they
-# are `False` and 0 here.
+# between those who write a piece of K or V and those who read it. Words like `late` and `short` are planted faults;
+# they are `False` and 0 here.
 
 # %%
 lesson.show_source(simt, part="online_softmax")
 
 # %% [markdown]
-# This is the reference's loop body, a row at a time. `over_max` makes the maximum of the sixteen threads' maxima; the sum
-# is left in sixteen parts, as only its final value is asked for. `acc` is multiplied by `alpha` where it lies.
+# This is the reference's loop body, a row at a time. `over_max` makes the maximum of the sixteen threads' maxima; the
+# sum is left in sixteen parts, as only its final value is asked for. `acc` is multiplied by `alpha` where it lies.
 #
 # One thing is awkward. A thread has *some keys* of its rows of P. For `acc` it needs *all keys*, for some columns. So P
 # goes through shared memory, `put_p`, and every weight is read back by all sixteen.
@@ -224,8 +226,8 @@ lesson.show_source(simt, part="online_softmax")
 # in registers: each of the 32 lanes has four numbers. Which four is fixed, and so is which numbers of the operands a
 # lane must bring.
 #
-# **Predict.** Two results side by side make a $16 \times 16$ piece of S. The next product wants a $16 \times 16$ piece of
-# P, whose elements are exponentials of those of S. How many numbers must lanes exchange?
+# **Predict.** Two results side by side make a $16 \times 16$ piece of S. The next product wants a $16 \times 16$ piece
+# of P, whose elements are exponentials of those of S. How many numbers must lanes exchange?
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 owner_s, owner_p = np.full((2, 16, 16), -1)
@@ -248,8 +250,8 @@ plt.show()
 print("elements that are not where they are wanted:", int((owner_s != owner_p).sum()))
 
 # %% [markdown]
-# None. A lane rounds its eight numbers of S to 16 bits, packs them two by two, and has its part of the operand. Nothing of
-# S or P leaves registers. (On other machines, and for 8-bit numbers, this is not so; the next stage is about that.)
+# None. A lane rounds its eight numbers of S to 16 bits, packs them two by two, and has its part of the operand. Nothing
+# of S or P leaves registers. (On other machines, and for 8-bit numbers, this is not so; the next stage is about that.)
 
 # %%
 tiles = AttentionTiles(64, 64, 64, warps=4)
@@ -260,8 +262,8 @@ lesson.show_source(steps.exponentials)
 lesson.show_source(steps.softmax_pv)
 
 # %% [markdown]
-# A warp owns whole rows, and a row lies in four lanes, so its maximum takes two exchanges. That is all the communication
-# there is: no barrier, no shared memory.
+# A warp owns whole rows, and a row lies in four lanes, so its maximum takes two exchanges. That is all the
+# communication there is: no barrier, no shared memory.
 
 # %%
 lesson.show_source(steps.raise_maximum)
@@ -272,10 +274,10 @@ lesson.show_source(steps.raise_maximum)
 #
 # ### The swizzle
 #
-# `ldmatrix` brings operands from shared memory: in each of four cycles, if all goes well, eight lanes give the addresses
-# of eight rows, 16 bytes each. Shared memory has 32 banks of 4 bytes, so eight rows can be read at once if they lie in
-# eight different groups of four banks. Rows of 64 halves are 128 bytes long: without care all eight lie in the *same*
-# group. So chunk $c$ of row $r$ is stored at place $c \oplus (r \bmod 8)$ (lesson 3).
+# `ldmatrix` brings operands from shared memory: in each of four cycles, if all goes well, eight lanes give the
+# addresses of eight rows, 16 bytes each. Shared memory has 32 banks of 4 bytes, so eight rows can be read at once if
+# they lie in eight different groups of four banks. Rows of 64 halves are 128 bytes long: without care all eight lie in
+# the *same* group. So chunk $c$ of row $r$ is stored at place $c \oplus (r \bmod 8)$ (lesson 3).
 #
 # **Predict.** How many cycles does one `ldmatrix` of four matrices take, without the swizzle and with it?
 
@@ -316,12 +318,12 @@ for ax, swizzled in zip(axes, (False, True), strict=True):
     ax.set_xticks(range(8), [f"{4 * i}-{4 * i + 3}" for i in range(8)], fontsize=8)
     ax.set(xlabel="banks", title="swizzled" if swizzled else "in order")
 axes[0].set_ylabel("row of the tile")
-figure.suptitle("where the eight chunks of a row lie; one eighth of an ldmatrix reads column c2", fontsize=10)
+figure.suptitle("where the eight chunks of a row lie; a quarter of an ldmatrix.x4 reads c2 of eight rows", fontsize=10)
 plt.show()
 
 # %% [markdown]
-# Eight cycles for one, if this were left out; four for one where D is 32, as two rows then share a line of the banks.
-# Writing is not hurt: eight neighbouring threads copy a whole row, whatever the order of its chunks.
+# Without the swizzle a read takes eight times as long; four times where D is 32, as two rows then share a line of the
+# banks. Writing is not hurt: eight neighbouring threads copy a whole row, whatever the order of its chunks.
 #
 # ### The schedule
 #
@@ -333,18 +335,18 @@ mma = make_mma(tiles_for(64, "90a"), "float16")
 lesson.show_source(mma, first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
 
 # %% [markdown]
-# (`early`, `no_barrier` and `no_v_barrier` plant faults.) With **one slot** for K and one for V, the copy of each travels
-# under the other's product: V while S is made, the next K during the softmax and the product with V. Two barriers a
-# step. With **two slots** both travel a whole step ahead, and one barrier is left.
+# (`early`, `no_barrier` and `no_v_barrier` plant faults.) With **one slot** for K and one for V, the copy of each
+# travels under the other's product: V while S is made, the next K during the softmax and the product with V. Two
+# barriers a step. With **two slots** both travel a whole step ahead, and one barrier is left.
 #
-# A small model, to see the difference: a copy of a tile takes 1.2 units of time (one after the other, if several are under
-# way), the product of Q and K takes 1, the softmax and the product with V take 1.4.
+# A small model, to see the difference: a copy of a tile takes 1.3 units of time (one after the other, if several are
+# under way), the product of Q and K takes 1, the softmax and the product with V take 1.6.
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 def schedule(slots: int, steps: int, copy: float, qk: float, pv: float) -> tuple[list, float]:
-    """Bars (what, lane, start, length) of the two schedules, and when the last product ends."""
-    bars, free, now, arrived = [], 0.0, 0.0, {}
+    """Bars (what, lane, start, length) of the two schedules, and how long a step takes once it runs."""
+    bars, free, now, arrived, ends = [], 0.0, 0.0, {}, []
 
     def start_copy(name):
         nonlocal free
@@ -381,27 +383,28 @@ def schedule(slots: int, steps: int, copy: float, qk: float, pv: float) -> tuple
             if j + 1 < steps:
                 start_copy(f"K{j + 1}")
         product(f"P{j} V{j}", pv)
-    return bars, now
+        ends.append(now)
+    return bars, ends[-1] - ends[-2]
 
 
 figure, axes = plt.subplots(2, 1, figsize=(12.5, 3.6), sharex=True)
 for ax, slots in zip(axes, (1, 2), strict=True):
-    bars, end = schedule(slots, 5, 1.2, 1.0, 1.4)
+    bars, a_step = schedule(slots, 6, 1.3, 1.0, 1.6)
     for name, lane, start, length in bars:
         color = {0: BLUE if name.startswith("S") else GREEN, 1: ORANGE, 2: "#f4c7b5"}[lane]
         ax.barh(min(lane, 1) if lane < 2 else 0, length, left=start, color=color, edgecolor="white", height=0.8)
         ax.text(start + length / 2, lane % 2, name, ha="center", va="center", fontsize=8, color="white")
     ax.set_yticks([0, 1], ["threads", "copies"])
     ax.invert_yaxis()
-    ax.set_title(f"{'one slot' if slots == 1 else 'two slots'}: 5 steps in {end:.1f}, {5 * 2.4:.1f} of them products")
+    ax.set_title(f"{'one slot' if slots == 1 else 'two slots'}: a step takes {a_step:.1f}, 2.6 of it products")
 axes[1].set_xlabel("time; pale: threads wait")
 plt.show()
 
 # %% [markdown]
-# One slot leaves no slack: each copy must fit under *one* product, and here the longer of the two does not. Two slots let
-# both copies share the whole step. They cost the shared memory of a block a second time, and blocks of one slot that lie
-# side by side on a multiprocessor hide each other's waits as well. Which is better depends on D and on the machine;
-# `tiles_for` holds what was measured.
+# One slot leaves no slack: each copy must fit under *one* product, and V's, under the shorter one, does not. Two slots
+# let both copies share the whole step. They begin later, and cost the shared memory for K and V a second time; and
+# blocks of one slot that lie side by side on a multiprocessor hide each other's waits as well. Which is better depends
+# on D and on the machine; `tiles_for` holds what was measured.
 #
 # ### Base 2, and a maximum that is rounded once
 #
@@ -409,8 +412,8 @@ plt.show()
 # $2^{s f - m}$: one fused multiply-add and one exponential, where $m$ is the running maximum of $s f$.
 #
 # Now take scores near $10^5$, which the conventions of this project allow. Neighbouring float32 numbers are $2^{-6}$
-# apart there (in base 2, $1.4\cdot10^5$). A product that is rounded can be wrong by half of that, and
-# $2^{0.0078}$ is 0.5 % too much weight. Three ways to write the same formula:
+# apart there (in base 2, $1.4\cdot10^5$). A product that is rounded can be wrong by half of that, and $2^{0.0078}$ is
+# 0.5 % too much weight. Three ways to write the same formula:
 
 
 # %%
@@ -437,7 +440,7 @@ def weights(s: np.ndarray, f: np.float32, block: int, how: str) -> np.ndarray:
 rng = np.random.default_rng(0)
 rows = []
 for size in (1e1, 1e3, 1e5):
-    s = (size + rng.uniform(0, 3, 256)).astype(np.float32)
+    s = (size + np.linspace(0, 3, 256) + rng.uniform(0, 3, 256)).astype(np.float32)  # the maximum grows
     ideal = np.exp(s.astype(float) - s.max())
     ideal /= ideal.sum()
     ways = ("products rounded", "alpha from other roundings", "rounded once")
@@ -447,9 +450,9 @@ lesson.table(("scores near", *ways), rows, "Largest relative error of a weight."
 
 # %% [markdown]
 # In the first way each key has an error of its own. In the second, keys of one block are right beside each other, but
-# blocks are not. In the third $m$ is not the exact maximum either; but the *same* $m$ stands in every weight, in $l$, in
-# $\alpha$ and in the LSE, so its error cancels. That is the comment in the kernel: the running maximum of $s f$, rounded
-# once. (`simt` subtracts first and multiplies then, which is also right, for one instruction more an element.)
+# blocks are not. In the third $m$ is not the exact maximum either; but the *same* $m$ stands in every weight, in $l$,
+# in $\alpha$ and in the LSE, so its error cancels. That is the comment in the kernel: the running maximum of $s f$,
+# rounded once. (`simt` subtracts first and multiplies then, which is also right, for one instruction more an element.)
 #
 # ### split: when queries are few
 #
@@ -496,18 +499,18 @@ curve.legend()
 plt.show()
 
 # %% [markdown]
-# Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, all have work. What a part leaves
-# is an unfinished state $(m, l, a)$ a row, in float32; a second kernel merges them. Query heads that share a head of keys
-# are rows of one tile, so that keys are read once for all eight.
+# Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, all have work. What a part
+# leaves is an unfinished state $(m, l, a)$ a row, in float32; a second kernel merges them. Query heads that share a
+# head of keys are rows of one tile, so that keys are read once for all eight.
 #
-# Flash decoding, where this comes from, passes on the finished $O_s$ and $\operatorname{lse}_s$ of each part. A float32 lse
-# of $10^5$ has lost what tells parts apart, for the reason above; $m$ and $l$ apart have not. The merge itself is your
-# first exercise.
+# Flash decoding, where this comes from, passes on the finished $O_s$ and $\operatorname{lse}_s$ of each part. A float32
+# lse of $10^5$ has lost what tells parts apart, for the reason above; $m$ and $l$ apart have not. The merge itself is
+# your first exercise.
 #
 # ## On real data
 #
-# Each kernel on one head of the real data (on a GPU, on all 36), judged by a softmax of all scores in float64. The budget
-# is twice what the same mathematics loses with float32 inside and P and O rounded to float16.
+# Each kernel on one head of the real data (on a GPU, on all 36), judged by a softmax of all scores in float64. The
+# budget is twice what the same mathematics loses with float32 inside and P and O rounded to float16.
 
 # %%
 with lesson.timed(f"all on the {machine}"):
@@ -526,20 +529,23 @@ lesson.table(
 stage.draw(results)
 
 # %% [markdown]
-# The LSE is judged too. It has a budget of its own, much smaller, as nothing in it is rounded to 16 bits:
+# `flashnumba.attention(q, k, v, causal=True)` chooses among these kernels by the shape. It can return the LSE as well,
+# which has a budget of its own, much smaller, as nothing in it is rounded to 16 bits:
 
 # %%
 few_queries = q[360:380]
 _, lse = heads.forward(few_queries, k, v, plans()["mma"], causal=True, machine=machine)
-print(compare(lse, reference.dense(few_queries, k, v, causal=True)[1], reference.low_precision(few_queries, k, v, causal=True)[1]))
+_, ideal = reference.dense(few_queries, k, v, causal=True)
+_, low = reference.low_precision(few_queries, k, v, causal=True)
+print(compare(lse, ideal, low))
 
 # %% [markdown]
 # ## Who reads what
 #
 # ### Bytes by count
 #
-# S is gone, but K and V are read by every tile of rows. **Predict.** 90 queries, 200 keys of 32 float16 numbers, tiles of
-# 32 queries: how many bytes does `mma` move, and how many of these are K and V? And if it is causal?
+# S is gone, but K and V are read by every tile of rows. **Predict.** 90 queries, 200 keys of 32 float16 numbers, tiles
+# of 32 queries: how many bytes does `mma` move, and how many of these are K and V? And if it is causal?
 
 
 # %%
@@ -569,8 +575,6 @@ lesson.table(("mask", "counted by the emulator", "by formula", "each once", "K a
 # Counted and computed agree to the byte. Larger tiles of rows read K and V less often. At a real size:
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-from flashnumba.stages.flash_forward import moved_by_mma, moved_by_simt
-
 figure, axes = plt.subplots(1, 2, figsize=(12.5, 3.2))
 for ax, causal in zip(axes, (False, True), strict=True):
     shape = heads.Shape("float16", 1, 1, 1, 4096, 4096, 64, causal)
@@ -581,8 +585,8 @@ axes[1].get_legend().remove()
 plt.show()
 
 # %% [markdown]
-# And most of what is left costs no device memory: the blocks of a head run at about the same time and read the same K and
-# V, 1 MB, which the L2 cache holds. S, 32 MB a head, it would not hold.
+# And most of what is left costs no device memory: the blocks of a head run at about the same time and read the same K
+# and V, 1 MB, which the L2 cache holds. S of several heads, 32 MB each, it would not hold.
 #
 # ### The floor
 #
@@ -618,7 +622,8 @@ if machine == "cuda":
         operations = 4 * math.prod(wide) * wide[2] / (2 if causal else 1)
         for name in ("simt", "mma"):
             seconds = time_gpu(lambda name=name, causal=causal: heads.forward(*there, plans()[name], causal=causal))
-            rows.append((name, "causal" if causal else "all", f"{seconds * 1e3:.2f}", f"{operations / seconds / 1e12:.0f}"))
+            rate = f"{operations / seconds / 1e12:.0f}"
+            rows.append((name, "causal" if causal else "all", f"{seconds * 1e3:.2f}", rate))
     print(lesson.table((f"{wide} float16", "mask", "ms", "TFLOP/s"), rows))
 else:
     print("no GPU here")
@@ -630,12 +635,12 @@ else:
 
 # %%
 names = ["simt float16 d 128 by 16 bytes, sm_90 on", "mma float16 d 64, tiles for sm_90a"]
-names += ["mma float16 d 128, tiles for sm_90a", "mma float16 d 256, tiles for sm_90a", "split float16 d 128 8 rows"]
+names += ["mma float16 d 128, tiles for sm_90a", "split float16 d 128 8 rows"]
 found = {name: lesson.resources(f"flash_forward.{name}") for name in names}
 print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
 budgets = {n: budget("90", threads=r.threads, registers=r.registers, shared=r.shared) for n, (r, _) in found.items()}
 lesson.table(
-    ("kernel", "threads", "registers a thread", "shared, KB", "spilled bytes", "blocks that fit", "limit", "warp slots"),
+    ("kernel", "threads", "registers a thread", "shared, KB", "spilled bytes", "blocks", "limit", "warp slots"),
     [
         (
             name.split(",")[0], r.threads, r.registers, f"{r.shared / 1024:.0f}", r.spills, b.blocks,
@@ -656,8 +661,8 @@ axes[1].set_yticklabels([])
 plt.show()
 
 # %% [markdown]
-# Occupancy is low and meant to be: O and S of 128 rows live in registers, 128 and 64 floats a thread and more, because
-# what is in registers is not read again. Few warps are enough where each has much to do between two waits.
+# Occupancy is low, and meant to be. For D = 128 a thread of `mma` holds 128 numbers of O and 64 of S: what is in
+# registers is not read again. Few warps are enough where each has much to do between two waits.
 #
 # ## Break it
 #
@@ -676,7 +681,8 @@ except Fault as fault:
 
 # %% [markdown]
 # On a GPU, most of the time, the right result: the copies are quick and the first product is late. Until the machine is
-# busy. The emulator lets copies arrive as late as they are allowed to, so the read is always caught. Without the barrier:
+# busy. The emulator lets copies arrive as late as they are allowed to, so the read is always caught. Without the
+# barrier:
 
 # %% tags=["break-it"]
 try:
@@ -706,11 +712,12 @@ except Fault as fault:
 # %% tags=["break-it"]
 def judged(made, tiles, q, k, v, **options):
     (o, _), _ = emulate(made, tiles, q, k, v, checks=False, **options)
-    print(f"{made.__name__}: {compare(o, reference.dense(q, k, v)[0], reference.low_precision(q, k, v)[0])}")
+    ideal, low = (f(q, k, v)[0] for f in (reference.dense, reference.low_precision))
+    print(f"{made.__name__.split('.')[-1]}: {compare(o, ideal, low)}")
 
 
 judged(make_mma(small, "float16", broken="rescale"), small, x, y, z)
-judged(make_simt(few_rows, "float16", broken="rescale"), few_rows, x[:8], y[:64], z[:64])
+judged(make_simt(few_rows, "float16", broken="rescale"), few_rows, x[64:72], y[:96], z[:96])
 
 # %% [markdown]
 # All accesses are in order; the arithmetic is wrong, so only the comparison sees it. As in lesson 2 it needs data in
@@ -718,8 +725,8 @@ judged(make_simt(few_rows, "float16", broken="rescale"), few_rows, x[:8], y[:64]
 #
 # ### No mask at the end
 #
-# 200 keys do not fill seven tiles of 32. The last tile's missing keys are zeros in shared memory, so their scores are 0,
-# and a kernel that forgets to mask them gives each the weight $e^{0 - m}$. Two real heads:
+# 200 keys do not fill seven tiles of 32. The last tile's missing keys are zeros in shared memory, so their scores are
+# 0, and a kernel that forgets to mask them gives each the weight $e^{0 - m}$. Two real heads:
 
 # %% tags=["break-it"]
 for head in (2, 6):
@@ -731,8 +738,8 @@ for head in (2, 6):
 
 # %% [markdown]
 # In head 2 scores are large, $e^{-m}$ is nothing, and the wrong kernel passes. In head 6 they are small, and it is
-# caught. A test with one kind of data would have told you that the kernel is right. So tests here use many: heads of all
-# kinds, scores of $10^5$, scores of $-10^5$, all keys alike.
+# caught. A test with one kind of data would have told you that the kernel is right. So tests here use many: heads of
+# all kinds, scores of $10^5$, scores of $-10^5$, all keys alike.
 #
 # ### A maximum rounded twice
 #
@@ -756,8 +763,8 @@ for broken in ("", "product"):
 # ### 1. The merge of split-KV
 #
 # Each part leaves $(m_s, l_s, a_s)$ of a row. Write what makes them one row: $M = \max_s m_s$, every part in units of
-# $e^M$, then the quotient and the LSE. A part may have seen nothing: $m_s = -\infty$, $l_s = 0$, $a_s = 0$. All parts may
-# have: then $O = 0$ and $\operatorname{lse} = -\infty$, and no NaN or warning on the way.
+# $e^M$, then the quotient and the LSE. A part may have seen nothing: $m_s = -\infty$, $l_s = 0$, $a_s = 0$. All parts
+# may have: then $O = 0$ and $\operatorname{lse} = -\infty$, and no NaN or warning on the way.
 
 
 # %%
@@ -771,7 +778,7 @@ def merge_is_right() -> bool:
     row = q[query : query + 1]
     cuts = [0, 0, 64, 100, 350, 512]  # the first part is empty
     parts = [reference.empty((1, 32))] * 5
-    for i, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(cuts)):
         for parts[i] in reference.blocked(row, k[a:b], v[a:b]):
             pass
     m, l, acc = (np.stack([part[i][0] for part in parts]) for i in range(3))
@@ -813,7 +820,7 @@ rescale, exponential, anchor = online.rescale, online.exponential, online.anchor
 
 @kernel(threads=32)
 def one_warp(q, k, v, o, lse, scale):
-    """``q [M, 32]``, ``k``, ``v [N, 32]`` float16; ``o [M, 32]``, ``lse [M]`` float32; one block of one warp a query."""
+    """``q [M, 32]``, ``k``, ``v [N, 32]`` float16; ``o [M, 32]``, ``lse [M]`` float32; one warp a query."""
     row, lane, keys = cuda.blockIdx.x, cuda.threadIdx.x, k.shape[0]
     # your code
 
@@ -859,14 +866,14 @@ def one_warp(q, k, v, o, lse, scale):
 lesson.check("one_warp", one_warp_is_right)
 
 # %% [markdown]
-# Twelve lines, and attention of any length in a few registers. It is also slow: every key is read for every query, and five
-# exchanges serve one score. All the rest of this lesson is about reading a key for 128 queries.
+# Twelve lines, and attention of any length in a few registers. It is also slow: every key is read for every query, and
+# five exchanges serve one score. All the rest of this lesson is about reading a key for 128 queries.
 #
 # ## Two machines, side by side
 #
-# The notes that this project began with are about a Hygon DCU. Its matrix instruction makes a $16 \times 16$ result from
-# waves of 64 lanes; lane $l$ holds of it row $l \bmod 16$ and columns $\lfloor l/16 \rfloor + 4v$ in register $v$, but
-# must bring of an operand row $l \bmod 16$ and columns $4 \lfloor l/16 \rfloor + v$.
+# The notes that this project began with are about a Hygon DCU. Its matrix instruction makes a $16 \times 16$ result
+# from waves of 64 lanes; lane $l$ holds of it row $l \bmod 16$ and columns $\lfloor l/16 \rfloor + 4v$ in register $v$,
+# but must bring of an operand row $l \bmod 16$ and columns $4 \lfloor l/16 \rfloor + v$.
 
 # %%
 lane, v_ = np.mgrid[:64, :4]
@@ -891,20 +898,20 @@ lesson.table(
 
 # %% [markdown]
 # There, three quarters of P are in the wrong lane, so P must be exchanged, or the columns of K be dealt out so that the
-# result falls right; the next stage has three ways. And with 21 KB of shared memory a block, whole tiles of K and V in two
-# slots are out of the question: the notes cut them into quarters, which is the stage after that. An H200 has the shared
-# memory and lacks the registers.
+# result falls right; the next stage has three ways. And with 21 KB of shared memory a block, whole tiles of K and V in
+# two slots are out of the question: the notes cut them into quarters, which is the stage after that. An H200 has the
+# shared memory and lacks the registers.
 #
 # ## Limits
 #
 # - What a query may not see has weight 0. But 0 times infinity or NaN in V is NaN, in tiles that are computed.
-# - P is rounded to 16 bits before it meets V. That, with the rounding of O, is the whole error budget; float32 inputs go
-#   to `simt`, which rounds neither.
+# - P is rounded to 16 bits before it meets V. That, with the rounding of O, is the whole error budget; float32 inputs
+#   go to `simt`, which rounds neither.
 # - The sums' order is fixed: the same bits each time. Another tile size gives other last bits.
 # - Bytes were counted, not measured. Times on the emulator say nothing; the schedule above is a model.
 # - Causal work is uneven: the last tiles of rows have the most. The longest start first here; more is to be had.
 #
 # ## What next
 #
-# The preview above, that S's registers are P's operand, was luck. The next stage takes it apart: three ways out where it
-# does not hold. Then come schedules with more slots, and triangles shared out evenly.
+# The preview above, that S's registers are P's operand, was luck. The next stage takes it apart: three ways out where
+# it does not hold. Then come schedules with more slots, and triangles shared out evenly.

@@ -66,6 +66,7 @@ def draw_running(axes: Axes, q: np.ndarray, k: np.ndarray, v: np.ndarray, row: i
     right.set_ylabel("l, in units of exp(m)", color=ORANGE)
     right.set_ylim(0, 1.3 * l.max())
     right.spines["top"].set_visible(False)
+    right.spines["right"].set_visible(True)
     handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
     right.legend(handles=handles, fontsize=8, loc="upper left", ncols=3)
 
