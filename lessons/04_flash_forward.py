@@ -467,9 +467,9 @@ decode = heads.Shape("float16", 1, 64, 8, 1, 8192, 128, multiprocessors=132)
 plan = plan_split(decode)
 parts, units = plan.scratch["m_parts"][0], decode.kv_heads
 few = split_tiles(decode.d, decode.group)
-per_sm = max(1, min(100_000 // (few.shared + 1024), 2048 // (8 * few.threads)))
-resident, key_tiles = 132 * per_sm, -(-decode.n // few.bn)
-print(f"{units} blocks without a split; {units * parts} with {parts} parts; {resident} can run at once")
+key_steps = -(-decode.n // few.bn)
+each = -(-key_steps // parts)
+print(f"{units} blocks of {key_steps} steps without a split; {units * parts} of {each} steps with {parts} parts")
 
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
@@ -477,7 +477,7 @@ def draw_multiprocessors(ax, blocks: int) -> None:
     """132 squares, darker for more blocks."""
     held = np.full(12 * 11, blocks // 132)
     held[: blocks % 132] += 1
-    ax.imshow(held.reshape(11, 12), cmap="Blues", vmin=0, vmax=per_sm, aspect="equal")
+    ax.imshow(held.reshape(11, 12), cmap="Blues", vmin=0, vmax=2, aspect="equal")
     ax.set_xticks(np.arange(-0.5, 12), [])
     ax.set_yticks(np.arange(-0.5, 11), [])
     ax.grid(color="white", lw=2)
@@ -489,19 +489,23 @@ def draw_multiprocessors(ax, blocks: int) -> None:
 figure, (alone, cut, curve) = plt.subplots(1, 3, figsize=(13, 3.8), width_ratios=(1, 1, 1.5))
 draw_multiprocessors(alone, units)
 draw_multiprocessors(cut, units * parts)
-tried = np.arange(1, key_tiles + 1)
-steps_each = np.ceil(key_tiles / tried) * np.ceil(units * tried / resident)
+tried = np.arange(1, key_steps + 1)
+steps_each = np.ceil(units * tried / 132) * (np.ceil(key_steps / tried) + 1)  # 1 for what a part leaves to merge
 curve.plot(tried, steps_each, color=BLUE, lw=1.5)
 curve.plot(parts, steps_each[parts - 1], "o", color=RED, label=f"chosen: {parts} parts")
-curve.set(xscale="log", yscale="log", xlabel="parts", ylabel="steps of keys, one after the other")
-curve.set_title(f"{key_tiles} steps of {few.bn} keys, shared out")
+curve.set(xscale="log", yscale="log", xlabel="parts", ylabel="steps")
+curve.set_title("steps of the busiest multiprocessor")
+curve.set_xticks((1, 4, 16, 64, 256), (1, 4, 16, 64, 256))
+curve.set_yticks((16, 32, 64, 128, 256), (16, 32, 64, 128, 256))
+curve.minorticks_off()
 curve.legend()
 plt.show()
 
 # %% [markdown]
-# Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, all have work. What a part
-# leaves is an unfinished state $(m, l, a)$ a row, in float32; a second kernel merges them. Query heads that share a
-# head of keys are rows of one tile, so that keys are read once for all eight.
+# Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, all have work; the plan takes
+# the best number that gives each two blocks or more, as one waits while the other reads. What a part leaves is an
+# unfinished state $(m, l, a)$ a row, in float32; a second kernel merges them. Query heads that share a head of keys are
+# rows of one tile, so that keys are read once for all eight.
 #
 # Flash decoding, where this comes from, passes on the finished $O_s$ and $\operatorname{lse}_s$ of each part. A float32
 # lse of $10^5$ has lost what tells parts apart, for the reason above; $m$ and $l$ apart have not. The merge itself is
