@@ -21,6 +21,7 @@ NAMES = (
     "softmax",
     "online_softmax",
     "gemm",
+    "flash_forward",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

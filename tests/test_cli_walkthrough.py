@@ -16,6 +16,8 @@ from flashnumba.cli import app
 from flashnumba.commands import walkthrough
 from flashnumba.ladder import NAMES, STAGES, Passes, Rung, find
 from flashnumba.machine import compiler, gpu
+from flashnumba.stages import flash_forward, heads
+from flashnumba.stages.flash_forward.reference import low_precision as attention
 from flashnumba.stages.gemm import matmul as product
 from flashnumba.stages.gemm import reference as product_reference
 from flashnumba.stages.softmax.reference import low_precision
@@ -28,6 +30,9 @@ def kernels(monkeypatch):
 
     def softmax(x, out=None, *, kernel, machine):
         return computed(low_precision(x), kernel, machine)
+
+    def forward(q, k, v, kernel, *, causal, machine):
+        return computed(attention(q, k, v, causal=causal)[0], kernel, machine), None
 
     def matmul(a, b, out=None, *, kernel, machine):
         return computed(product_reference.low_precision(a, b), kernel, machine)
@@ -45,6 +50,8 @@ def kernels(monkeypatch):
         module.softmax = softmax
         monkeypatch.setitem(sys.modules, f"{name}.simt", module)
         monkeypatch.setattr(import_module(name), "simt", module, raising=False)
+    monkeypatch.setattr(flash_forward, "plans", lambda: {rung.name: rung.name for rung in flash_forward.STAGE.kernels})
+    monkeypatch.setattr(heads, "forward", forward)
     return state
 
 

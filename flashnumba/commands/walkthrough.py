@@ -21,8 +21,8 @@ __all__ = ["register", "unable"]
 
 # Heading and width of each column, for a wide terminal and for one of 80 columns.
 WIDE = {
-    "stage": 14, "kernel": 13, "machine": 8, "size": 19,
-    "error": 8, "budget": 8, "bytes/el": 15, "time": 8, "verdict": 8,
+    "stage": 14, "kernel": 13, "machine": 8, "size": 25,
+    "error": 8, "budget": 8, "bytes/el": 18, "time": 8, "verdict": 8,
 }  # fmt: skip
 NARROW = {"kernel": 13, "machine": 8, "size": 18, "error": 7, "budget": 7, "B/el": 4, "time": 7, "verdict": 8}
 RIGHT = ("error", "budget", "bytes/el", "B/el", "time")

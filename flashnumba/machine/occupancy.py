@@ -42,7 +42,8 @@ class Machine:
         threads, block_threads: threads in all, and in one block.
         blocks: block slots.
         barriers: hardware barriers, where they are shared between blocks.
-        shared, block_shared: bytes of shared memory in all, and in one block (opted in).
+        shared: bytes of shared memory in all.
+        block_shared: bytes of it in one block (opted in).
         reserved: bytes a block that the driver keeps for itself.
         shared_unit: a block gets a multiple of so many bytes.
     """

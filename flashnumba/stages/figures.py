@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,7 +31,11 @@ def four_panels(title: str) -> tuple[Figure, list[Axes]]:
     return figure, panels
 
 
-def errors(axes: Axes, results: Sequence[Result]) -> None:
+def _of_type(result: Result) -> str:
+    return f"{result.rung.name}, {result.case.lowprec.dtype.name}"
+
+
+def errors(axes: Axes, results: Sequence[Result], label: Callable[[Result], str] = _of_type) -> None:
     """Error and budget of every result, on a logarithmic scale; what did not run or is not finite in words."""
     shown = list(results)
     found = [r.comparison.error for r in shown if r.comparison and 0 < r.comparison.error < np.inf]
@@ -52,7 +56,7 @@ def errors(axes: Axes, results: Sequence[Result]) -> None:
     axes.plot([], [], color=ORANGE, lw=2.5, label="budget")
     axes.set_xscale("log")
     axes.set_xlim(floor, top * (top / floor) ** 0.3)  # room for the legend
-    axes.set_yticks(range(len(shown)), [f"{r.rung.name}, {r.case.lowprec.dtype.name}" for r in shown], fontsize=8)
+    axes.set_yticks(range(len(shown)), [label(r) for r in shown], fontsize=8)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set(title="error against float64", xlabel="max |out - reference|")
     axes.legend(fontsize=8, loc="upper right")
