@@ -24,8 +24,8 @@ from flashnumba.machine import gpu
 from flashnumba.machine.function import DeviceFunction, Kernel, named_values
 
 __all__ = [
-    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "show_results",
-    "show_source", "speeds", "style", "table", "timed",
+    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "results",
+    "show_results", "show_source", "speeds", "style", "table", "timed",
 ]  # fmt: skip
 
 
@@ -151,12 +151,13 @@ class Resources:
 
 
 def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
-    """Resources of a stage's kernel for packed rows, and whether they were measured just now.
+    """Resources of a stage's kernel, and whether they were measured just now.
 
     They are measured where the compiler is installed, and read from ``lessons/resources.json`` elsewhere.
 
     Args:
-        name: stage, kernel, element and columns, e.g. ``"online_softmax.one_pass float16 1024"``.
+        name: of a case of :func:`flashnumba.ladder.compile_cases`; or, for kernels on packed rows, stage, kernel,
+            element and columns, e.g. ``"online_softmax.one_pass float16 1024"``.
 
     Raises:
         ValueError: there is no such kernel, or no compiler and no record of it.
@@ -173,9 +174,16 @@ def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
 
 
 def _measured(name: str, arch: str) -> Resources:
+    from flashnumba.ladder import compile_cases
     from flashnumba.machine.compiler import compile_kernel
     from flashnumba.machine.numba import types
     from flashnumba.stages.rows import Shape, signature
+
+    for case in compile_cases():
+        if case.name == name:
+            compiled = compile_kernel(case.kernel, case.signature, arch)
+            spills = compiled.spill_stores + compiled.spill_loads
+            return Resources(arch, case.threads, compiled.registers, compiled.shared + case.shared, spills)
 
     try:
         path, element, cols = name.split()
@@ -210,6 +218,21 @@ def record_resources(names: Sequence[str], arch: str = "90a") -> None:
     _record().write_text(json.dumps(found, indent=2) + "\n")
 
 
+def results(bench: str) -> dict[str, Any] | None:
+    """What ``flashnumba bench <bench>`` wrote on a GPU, from ``docs/results``; where and when it did is printed.
+
+    Returns:
+        the file as it stands, with ``environment`` and ``sizes``; None, and a word on it, where there is none.
+    """
+    path = folder().parent / "docs" / "results" / f"{bench}.json"
+    if not path.is_file():
+        print(f"docs/results/{bench}.json is not here; `flashnumba bench {bench}` writes it, on a GPU")
+        return None
+    held = json.loads(path.read_text())
+    print(", ".join(f"{key} {value}" for key, value in held["environment"].items()))
+    return held
+
+
 def show_results(kernels: Sequence[str]) -> Table | None:
     """What ``flashnumba bench softmax`` measured, from ``docs/results/softmax.json``.
 
@@ -219,12 +242,9 @@ def show_results(kernels: Sequence[str]) -> Table | None:
     Args:
         kernels: names of kernels; the best of a kernel's variants is shown.
     """
-    path = folder().parent / "docs" / "results" / "softmax.json"
-    if not path.is_file():
-        print("docs/results/softmax.json is not here; `flashnumba bench softmax` writes it, on a GPU")
+    held = results("softmax")
+    if held is None:
         return None
-    held = json.loads(path.read_text())
-    print(", ".join(f"{key} {value}" for key, value in held["environment"].items()))
 
     def best(size: dict[str, Any], name: str) -> str:
         found = [m["of_copy"] for m in size["measured"] if m["name"].split()[0] == name and m.get("of_copy")]
