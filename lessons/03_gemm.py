@@ -309,6 +309,9 @@ lesson.table(
 )  # fmt: skip
 
 # %% [markdown]
+# The first two steps are in the bytes from memory, and in nothing else. `register_tile` and `mma` ask less of memory
+# *and* of shared memory. The last step is in neither column: it is the instruction, and who has to wait for whom.
+#
 # ## On real data
 #
 # Scores of one head of a trained transformer, $Q K^T$ in float16 ($K^T$ is column-major: columns are packed); and
@@ -338,7 +341,7 @@ stage.draw(results)
 # %% [markdown]
 # Above left is the step from `naive` to `coalesced`: what one warp loads (dark) and the sectors that memory hands out
 # for it (pale). Above right is the whole ladder, on a logarithmic scale. The banks below left have a section of their
-# own. Below right: all rungs make the same error, that of rounding the result, since all add in float32.
+# own. Below right: all rungs make the same error, since all add in float32 and round once.
 
 # %% [markdown]
 # ## Who reads what
@@ -694,7 +697,7 @@ plt.show()
 
 # %% [markdown]
 # Read it from the left. If memory moved all that is counted, `naive` could not reach 1 % of the float32 peak,
-# `coalesced` 3 %, and `shared_tile` a little more than half, of which shared memory leaves it an eighth.
+# `coalesced` 3 %, and `shared_tile` a little more than half; shared memory leaves it an eighth.
 # `register_tile` is to the right of the ridge: memory is no longer its limit, and it has 76 % of the peak, as cuBLAS
 # has.
 #
@@ -761,10 +764,10 @@ for ax in axes[:, 1]:
 plt.show()
 
 # %% [markdown]
-# The faster the kernel, the *fewer* warps. High occupancy is one way to hide a wait: another warp has work. A ring of
-# slots is another way, and it leaves the registers to the sums. One block of `mma` is all that fits, and it is enough.
-# (`wgmma` is compiled for 168 registers a thread; at its start the producer gives most of its own to the consumers,
-# which then have 240.)
+# The fast kernels have *few* warps, 8 to 12 where 64 would fit. High occupancy is one way to hide a wait: another warp
+# has work. A ring of slots is another way, and it leaves the registers to the sums. One block of `mma` is all that
+# fits, and it is enough. (`wgmma` is compiled for 168 registers a thread; at its start the producer gives most of its
+# own to the consumers, which then have 240.)
 #
 # ## Break it
 #
