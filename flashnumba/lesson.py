@@ -10,18 +10,22 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flashnumba.commands.lessons import folder
 from flashnumba.machine import gpu
 from flashnumba.machine.function import DeviceFunction, Kernel, named_values
+from flashnumba.machine.resources import Resources, compiler, read, resources_of, write
+
+if TYPE_CHECKING:
+    from flashnumba.machine.compiler import CompileCase
 
 __all__ = [
     "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "results",
@@ -132,32 +136,15 @@ def timed(what: str) -> Iterator[None]:
     print(f"{what}: {time.perf_counter() - start:.2f} s")
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What the compiler gave a kernel on one architecture.
-
-    Attributes:
-        threads: a block.
-        registers: 32-bit registers a thread.
-        shared: bytes of shared memory a block.
-        spills: bytes a thread moved to memory for want of registers.
-    """
-
-    arch: str
-    threads: int
-    registers: int
-    shared: int
-    spills: int
-
-
 def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
     """Resources of a stage's kernel, and whether they were measured just now.
 
-    They are measured where the compiler is installed, and read from ``lessons/resources.json`` elsewhere.
+    They are measured where the compiler is installed, and read from ``docs/results/resources.json`` or
+    ``lessons/resources.json`` elsewhere.
 
     Args:
-        name: of a case of :func:`flashnumba.ladder.compile_cases`; or, for kernels on packed rows, stage, kernel,
-            element and columns, e.g. ``"online_softmax.one_pass float16 1024"``.
+        name: as ``flashnumba resources`` shows it, e.g. ``"flash_forward.mma float16 d 64, tiles for sm_90a"``; or, of
+            a kernel over packed rows, stage, kernel, element and columns: ``"online_softmax.one_pass float16 1024"``.
 
     Raises:
         ValueError: there is no such kernel, or no compiler and no record of it.
@@ -166,35 +153,40 @@ def resources(name: str, *, arch: str = "90a") -> tuple[Resources, bool]:
 
     if not why_not():
         return _measured(name, arch), True
-    recorded = json.loads(_record().read_text()) if _record().is_file() else {}
-    key = f"{name}, sm_{arch}"
-    if key not in recorded:
-        raise ValueError(f"no record of {key!r} in {_record().name}, and no compiler here: {why_not()}")
-    return Resources(**recorded[key]), False
+    for path in (folder().parent / "docs" / "results" / "resources.json", _record()):
+        found = read(path)[1].get((name, arch)) if path.is_file() else None
+        if found is not None:
+            return found, False
+    raise ValueError(f"no record of {name!r} on sm_{arch}, and no compiler here: {why_not()}")
 
 
 def _measured(name: str, arch: str) -> Resources:
-    from flashnumba.ladder import compile_cases
     from flashnumba.machine.compiler import compile_kernel
+
+    case = _case(name, arch)
+    return resources_of(case, compile_kernel(case.kernel, case.signature, arch))
+
+
+def _case(name: str, arch: str) -> CompileCase:
+    """The case of the ladder with this name, or one of a kernel over packed rows."""
+    from flashnumba.ladder import compile_cases
+    from flashnumba.machine.compiler import CompileCase
     from flashnumba.machine.numba import types
     from flashnumba.stages.rows import Shape, signature
 
     for case in compile_cases():
         if case.name == name:
-            compiled = compile_kernel(case.kernel, case.signature, arch)
-            spills = compiled.spill_stores + compiled.spill_loads
-            return Resources(arch, case.threads, compiled.registers, compiled.shared + case.shared, spills)
-
+            return case
     try:
         path, element, cols = name.split()
         stage, kernel = path.split(".")
         module = import_module(f"flashnumba.stages.{stage}.simt")
+        shape = Shape(element, 1 << 20, int(cols), 16, arch)
         known = kernel in module.KERNELS
-    except (ValueError, ImportError):
+    except (AttributeError, ImportError, ValueError):
         known = False
     if not known:
         raise ValueError(f"there is no kernel {name!r}; a name is like 'online_softmax.one_pass float16 1024'")
-    shape = Shape(element, 1 << 20, int(cols), 16, arch)
     if hasattr(module, "PLANS"):
         plan = module.PLANS[kernel](shape)
         made, threads, dynamic = plan.kernel, plan.threads, plan.shared
@@ -202,10 +194,7 @@ def _measured(name: str, arch: str) -> Resources:
         made, _, threads = module.make(kernel, shape)
         dynamic = 0
     more = [types.uint64[::1]] * (made.function.__code__.co_argcount - 2)
-    compiled = compile_kernel(made, signature(element, *more), arch)
-    return Resources(
-        arch, threads, compiled.registers, compiled.shared + dynamic, compiled.spill_stores + compiled.spill_loads
-    )
+    return CompileCase(name, made, signature(element, *more), threads, dynamic)
 
 
 def _record() -> Path:
@@ -214,8 +203,7 @@ def _record() -> Path:
 
 def record_resources(names: Sequence[str], arch: str = "90a") -> None:
     """Measure kernels and write ``lessons/resources.json`` anew, for computers without the compiler."""
-    found = {f"{name}, sm_{arch}": asdict(_measured(name, arch)) for name in names}
-    _record().write_text(json.dumps(found, indent=2) + "\n")
+    write(_record(), compiler(), [_measured(name, arch) for name in names])
 
 
 def results(bench: str) -> dict[str, Any] | None:
@@ -306,4 +294,4 @@ def style() -> None:
 
 
 if __name__ == "__main__":
-    record_resources([key.rsplit(", ", 1)[0] for key in json.loads(_record().read_text())])
+    record_resources([name for name, _ in read(_record())[1]])

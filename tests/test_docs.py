@@ -15,14 +15,18 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from flashnumba.ladder import STAGES
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS))
 
 import generators  # noqa: E402
-from generators import api, instructions, results, tables  # noqa: E402
+from generators import api, instructions, resources, results, tables  # noqa: E402
 
 from flashnumba.attention import CHOICES  # noqa: E402
+from flashnumba.machine.resources import Resources, write  # noqa: E402
+from tests.bench import fakes  # noqa: E402
 
 NOTEBOOK = {
     "cells": [{"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# A lesson\n"}],
@@ -96,7 +100,9 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     lesson(tmp_path / "lessons", "99_example")
 
     (tmp_path / "docs" / "results").mkdir(exist_ok=True)
-    (tmp_path / "docs" / "results" / "made_up.json").write_text(json.dumps(MEASURED), encoding="utf-8")
+    measured = {"made_up": MEASURED, "gemm": fakes.gemm_file(), "attention": fakes.attention_file()}
+    for name, held in measured.items():
+        (tmp_path / "docs" / "results" / f"{name}.json").write_text(json.dumps(held), encoding="utf-8")
     options = ["-W", "--keep-going", "-q", "-D", "nb_execution_mode=off"]
     paths = [str(tmp_path / "docs"), str(tmp_path / "build" / "html")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -109,6 +115,7 @@ def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path) -> None:
     # A page outside every table of contents is a warning, so what was built is reachable.
     assert (site / "lessons" / "99_example.html").is_file()
     assert "made up" in Page(site / "results.html").text.lower()
+    assert list((site / "_images").glob("attention*.svg"))
     text = Page(site / "instructions.html").text
     names = [declared.name for declared in instructions.DECLARED]
     names += [name for family in instructions.FAMILIES for name, _ in instructions.factories(family)]
@@ -170,7 +177,7 @@ def test_any_number_of_lessons(names: list[str], tmp_path: Path) -> None:
     page = tables.lessons(names, execute=False)
     assert ("toctree" in page) == bool(names)
     assert all(f"\n/lessons/{name}\n" in page for name in names)
-    assert page.count("to come") == 2 - len(names)
+    assert page.count("to come") == len(STAGES) - len(names)
     assert page.startswith(tables.NOT_EXECUTED)
     assert tables.lessons(names, execute=True) == page.replace(tables.NOT_EXECUTED, tables.EXECUTED)
 
@@ -227,6 +234,94 @@ def test_results_without_a_device_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(json.dumps({"date": "2026-11-29", "rows": []}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"bench.json does not say the device"):
         results.page(tmp_path)
+
+
+def put(folder: Path, **files: dict) -> Path:
+    for name, held in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(held), encoding="utf-8")
+    return folder
+
+
+def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
+    page = results.page(tmp_path)
+    heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert heads == ["Softmax", "Gemm", "Attention", "Decode"]
+    for name in ("softmax", "gemm", "attention", "decode"):
+        assert f"`flashnumba bench {name}`, on a GPU, writes it." in page
+    page = results.page(put(tmp_path, decode=fakes.decode_file(), zebra=MEASURED))
+    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["Decode", "Zebra", "Softmax", "Gemm", "Attention"]
+    assert "flashnumba bench decode" not in page
+
+
+def test_the_table_of_products(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, gemm=fakes.gemm_file()))
+    assert page.startswith("## Gemm\n\n- device: NVIDIA H200\n")
+    table, details = page.split("<details>", 1)
+    assert "| element | M x N x K | majors | torch.matmul | register_tile | wgmma | mma |\n" in table
+    assert "| float32 | 4096 x 2048 x 8192 | kn | 700 | 350 (0.50) | - | - |\n" in table
+    assert "| float16 | 4096 x 2048 x 8192 | kn | 700 | - | 350 (0.50) | 350 (0.50) |\n" in table
+    assert "naive" not in table and "WRONG: error 3" in details
+    assert "| kernel | ms | TFLOP/s | of cuBLAS | error | budget | note |" in details
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_the_table_and_the_picture_of_attention(tmp_path: Path, cudnn: bool) -> None:
+    page = results.page(put(tmp_path, attention=fakes.attention_file(cudnn)))
+    table, details = page.split("<details>", 1)
+    heads = "| element | D | mask | B x H x N | torch, FlashAttention-2 | " + ("torch, cuDNN | " if cudnn else "")
+    assert heads + "mma | simt |\n" in table
+    row = "| float16 | 64 | causal | 4 x 32 x 4096 | 300 | " + ("400 | " if cudnn else "") + "330 (1.10) | - |\n"
+    assert row in table and ("refused: too old" in details) is not cudnn
+    assert "](generated/attention.svg)" in table
+    results.draw_attention(tmp_path, tmp_path)
+    drawn = (tmp_path / "attention.svg").read_text(encoding="utf-8")
+    results.draw_attention(tmp_path, tmp_path)
+    assert (tmp_path / "attention.svg").read_text(encoding="utf-8") == drawn, "the same figures draw the same picture"
+    found = results.lines(fakes.attention_file(cudnn))
+    assert set(found) == {(64, False), (64, True)}
+    assert found[64, True]["mma"] == [(1024, pytest.approx(330)), (4096, pytest.approx(330))]
+    assert ("torch, cuDNN" in found[64, True]) is cudnn
+
+
+def test_no_picture_without_figures(tmp_path: Path) -> None:
+    results.draw_attention(tmp_path, tmp_path)
+    held = fakes.attention_file()
+    held["sizes"] = held["sizes"][-1:]
+    assert "attention.svg" not in results.page(put(tmp_path, attention=held))
+    results.draw_attention(tmp_path, tmp_path)
+    assert not (tmp_path / "attention.svg").exists()
+
+
+def test_the_tables_of_decoding(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, decode=fakes.decode_file()))
+    times, speeds, host = page.split("<details>")[0].split("\n\n|")[1:]
+    assert times.startswith(" B | N | MB of K and V | copy of as many bytes | torch, FlashAttention-2 | split |\n")
+    assert "| 4 | 8192 | 134.2 | 40 | 50 | 43 |" in times
+    assert speeds.startswith(" B | N | MB of K and V | kernel | TB/s | of copy | of equal copy | of FA2 |\n")
+    assert "| 4 | 8192 | 134.2 | split | 3.1 | 0.74 | 0.91 | 1.2 |" in speeds
+    assert "| [1, 4, 64, 64] | flashnumba.attention | 12 |" in host and "| torch | - |" in host
+
+
+RESOURCES = [
+    Resources("gemm.mma float16", "80", 128, 168, shared=98304, barriers=1),
+    Resources("gemm.mma float16", "90a", 128, 168, spills=8, shared=98304, barriers=1),
+    Resources("softmax.block float32", "75", 256, 40, stack=16, local_memory=16, f64=True),
+]
+
+
+def test_the_table_of_resources(tmp_path: Path) -> None:
+    assert "`flashnumba resources --json docs/results/resources.json` writes it" in resources.page(tmp_path)
+    write(tmp_path / "resources.json", {"numba": "0.1", "nvJitLink": "13.5"}, RESOURCES)
+    page = resources.page(tmp_path)
+    assert page.startswith("Compiled with numba 0.1, nvJitLink 13.5: 2 kernels, 3 times.\n")
+    assert "- spill: `gemm.mma float16` on sm_90a 8 bytes\n" in page
+    assert "- keep arrays in local memory: `softmax.block float32` on sm_75 16 bytes\n" in page
+    assert "- compute in double precision: `softmax.block float32` on sm_75\n" in page
+    assert "| kernel | threads | sm_80 | sm_90a |\n" in page and "| mma float16 | 128 | 168, 6% | 168, 12% |\n" in page
+    assert "| block float32 | sm_75 | 40 | 0 | 16 | 16 | yes | 0 | 4 | 100% | threads |" in page
+    assert "Softmax" in results.page(tmp_path), "a record of resources is no measurement on a device"
+    write(tmp_path / "resources.json", {"numba": "0.1"}, RESOURCES[:1])
+    assert resources.page(tmp_path).count(": none\n") == 3
 
 
 def test_the_notes_sum_is_in_the_table() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from flashnumba import lesson
 from flashnumba.machine import compiler
+from flashnumba.machine.resources import Resources, write
 from flashnumba.stages.softmax import reference, simt
 
 KERNEL = simt.make_block_per_row("float16", 64)
@@ -77,14 +78,27 @@ def test_an_exercise_is_told_and_never_raised(ok, text, capsys):
 
 
 def test_resources_without_a_compiler_are_the_recorded_ones(monkeypatch, tmp_path):
-    name = "softmax.warp_per_row float16 1024"
-    held = {"arch": "90a", "threads": 128, "registers": 7, "shared": 0, "spills": 0}
-    (tmp_path / "resources.json").write_text(json.dumps({f"{name}, sm_90a": held}))
-    monkeypatch.setattr(lesson, "folder", lambda: tmp_path)
+    ours = Resources("softmax.warp_per_row float16 1024", "90a", 128, 7)
+    ladders = Resources("softmax.warp_per_row float16", "90a", 128, 9, spills=8)
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "lessons").mkdir()
+    write(tmp_path / "lessons" / "resources.json", {}, [ours])
+    monkeypatch.setattr(lesson, "folder", lambda: tmp_path / "lessons")
     monkeypatch.setattr(compiler, "why_not", lambda: "no compiler: pip install it")
-    assert lesson.resources(name) == (lesson.Resources(**held), False)
-    with pytest.raises(ValueError, match=r"no record of 'nothing, sm_90a'.* pip install it"):
-        lesson.resources("nothing")
+    assert lesson.resources(ours.name) == (ours, False)
+    with pytest.raises(ValueError, match=r"no record of 'softmax.warp_per_row float16' on sm_90a.* pip install it"):
+        lesson.resources(ladders.name)
+    write(tmp_path / "docs" / "results" / "resources.json", {}, [ladders])
+    assert lesson.resources(ladders.name) == (ladders, False)
+    with pytest.raises(ValueError, match=r"no record of .* on sm_80"):
+        lesson.resources(ladders.name, arch="80")
+
+
+@pytest.mark.skipif(bool(compiler.why_not()), reason="no compiler")
+def test_resources_of_any_kernel_of_the_ladder():
+    found, fresh = lesson.resources("softmax.warp_per_row float16", arch="80")
+    assert fresh and (found.name, found.arch, found.threads) == ("softmax.warp_per_row float16", "80", 128)
+    assert 0 < found.registers < 128 and found.spills == 0
 
 
 @pytest.mark.skipif(bool(compiler.why_not()), reason="no compiler")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from generators import api, instructions, results, tables, walkthrough
+from generators import api, instructions, resources, results, tables, walkthrough
 
 __all__ = ["copy_lessons", "put", "write"]
 
@@ -53,9 +53,11 @@ def write(docs: Path, *, execute: bool, root: Path | None = None) -> None:
         "tensor_core": tables.tensor_core(),
         "budget": tables.budgets(),
         "results": results.page(docs / "results"),
+        "resources": resources.page(docs / "results"),
         **{f"api_{name}": text for name, text in api.pages().items()},
     }
     for name, text in pages.items():
         put(docs / "generated" / f"{name}.md", text)
     tables.draw_budgets(docs / "generated" / "budget.svg")
+    results.draw_attention(docs / "results", docs / "generated")
     walkthrough.write(docs / "generated", execute=execute)

@@ -13,7 +13,8 @@ from flashnumba.ladder import NAMES
 __all__ = ["MACHINE", "modules_of", "pages"]
 
 MACHINE = (
-    "function", "instruction", "emulator", "launcher", "arrays", "tensor_map", "compiler", "occupancy", "gate", "gpu",
+    "function", "instruction", "emulator", "launcher", "arrays", "tensor_map", "compiler", "occupancy", "gate",
+    "resources", "gpu",
 )  # fmt: skip
 """What of ``flashnumba.machine`` a kernel's author or user calls; the rest serves these."""
 

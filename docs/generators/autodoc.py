@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.ext.autodoc import ClassDocumenter, FunctionDocumenter
 
 from flashnumba.machine.function import DeviceFunction, Kernel
@@ -51,7 +52,16 @@ def not_a_type(app: Sphinx, what: str, name: str, member: Any, options: Any, lin
         lines.insert(0, "")
 
 
+def names_are_no_types() -> None:
+    """Of ``shared, block_shared: ...`` in an "Attributes" section Sphinx takes the first for the second's type, and
+    looks for whatever is called so."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.typerolename = ""
+
+
 def setup(app: Sphinx) -> None:
+    names_are_no_types()
     app.add_autodocumenter(KernelDocumenter)
     app.add_autodocumenter(HiddenDocumenter)
     app.connect("autodoc-process-docstring", not_a_type, priority=400)  # napoleon's is 500

@@ -1,123 +1,190 @@
-"""Tables of measured results, from the JSON files in ``docs/results``.
+"""The page of measured results, from the JSON files that ``flashnumba bench`` writes to ``docs/results``.
 
-A file holds one object. Plain values, in it or in objects in it, say what was measured, where and when; ``device`` must
-be among them, ``date`` ought to be. Each list of objects is a table. Where the objects of a list hold a list of objects
-themselves (a size, and what was measured on it), each gets a table of its own, folded away, and the fastest kernel of
-each goes into one table in front of them.
+The matrix products, attention and decoding get a table with a row a size and a column for each kernel and peer, and
+attention a picture; what else a file holds is folded away below. A column of which no size has a figure (a backend that
+refused) is left out. Any other file is shown as :mod:`generators.measured` does. What is not there says how to make it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib.figure import Figure
+
+from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
+from generators.measured import Row, facts_of, folded, section, table
 from generators.tables import markdown
 
-__all__ = ["cell", "page", "section"]
+__all__ = ["draw_attention", "page"]
 
-NONE = "No result file is in `docs/results`. `flashnumba bench softmax`, on a GPU, writes them.\n"
-PEERS = ("copy", "torch.softmax")
-"""Names under which something is measured that is no kernel of ours."""
-UNITS = {"seconds": ("ms", 1e3), "bytes_per_second": ("TB/s", 1e-12), "nbytes": ("MB", 2.0**-20)}
-HEADS = {"name": "kernel", "cols": "columns", "of_torch": "x torch"}
-Row = Mapping[str, Any]
+BENCHES = ("softmax", "gemm", "attention", "decode")
+"""In the order of the page; each is a command of ``flashnumba bench`` and a file."""
+NOT_RESULTS = ("resources",)
+"""Files of ``docs/results`` that are no measurements on a device."""
+PICTURE = "attention.svg"
+FA2 = "torch, FlashAttention-2"
 
 
 def page(folder: Path) -> str:
-    """A section a file."""
-    files = sorted(folder.glob("*.json"))
-    return "\n".join(map(section, files)) if files else NONE
+    """A section a file, and one for each bench without a file."""
+    files = {path.stem: path for path in sorted(folder.glob("*.json")) if path.stem not in NOT_RESULTS}
+    order = [name for name in (*BENCHES, *files) if name in files]
+    there = [SECTIONS.get(name, section)(files[name]) for name in dict.fromkeys(order)]
+    return "\n".join([*there, *(missing(name) for name in BENCHES if name not in files)])
 
 
-def section(path: Path) -> str:
-    """Markdown of one file.
-
-    Raises:
-        ValueError: it holds something else than an object, or does not say on which device it was measured.
-    """
-    held = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(held, dict):
-        raise ValueError(f"{path.name} holds a {type(held).__name__}; it must be one object")
-    facts = dict(plain(held))
-    if "device" not in facts:
-        raise ValueError(f"{path.name} does not say the device on which it was measured; it must have the key 'device'")
-    facts.setdefault("date", "not recorded")
-    title = str(facts.pop("title", path.stem.replace("_", " ").capitalize()))
-    text = f"## {title}\n\n" + "".join(f"- {name}: {cell(value)}\n" for name, value in facts.items())
-    for name, rows in tables(held):
-        heading = name.replace("_", " ").capitalize()
-        inner = next((key for key, value in rows[0].items() if is_table(value)), None)
-        text += f"\n**{heading}**\n\n{table(rows)}" if inner is None else nested(rows, inner)
-    return text
+def missing(name: str) -> str:
+    return (
+        f"## {name.capitalize()}\n\nNot measured here: no file `docs/results/{name}.json`. "
+        f"`flashnumba bench {name}`, on a GPU, writes it.\n"
+    )
 
 
-def nested(rows: Sequence[Row], inner: str) -> str:
-    """The fastest of each row's inner table, then the inner tables."""
-    outer = [{key: value for key, value in row.items() if key != inner} for row in rows]
-    fastest = [{**about, **best} for about, row in zip(outer, rows, strict=True) if (best := fastest_of(row[inner]))]
-    text = f"\n**The fastest kernel of each**\n\n{table(fastest)}" if fastest else ""
-    for about, row in zip(outer, rows, strict=True):
-        said = ", ".join(f"{head} {value}" for head, value in shown(about).items())
-        text += f"\n<details><summary>{said}</summary>\n\n{table(row[inner])}\n</details>\n"
-    return text
+# -- the three that have tables of their own ---------------------------------------------------------------------------
+def gemm(path: Path) -> str:
+    """TFLOP/s of every kernel, and of cuBLAS what share."""
+    held, _, facts = facts_of(path)
+
+    def cell(one: Row) -> str:
+        share = one.get("of_cublas")
+        return f"{one['flops_per_second'] / 1e12:.3g}" + (f" ({share:.2f})" if share else "")
+
+    heads = {"element": "element", "M x N x K": _product, "majors": "majors"}
+    text = "TFLOP/s; in brackets the share of cuBLAS (`torch.matmul`). Majors: `kn` is both operands row-major.\n\n"
+    return f"## Gemm\n\n{facts}\n{text}{pivot(held['sizes'], heads, cell)}{folded(held['sizes'], 'measured')}"
 
 
-def fastest_of(measured: Sequence[Row]) -> Row | None:
-    ours = [one for one in measured if one.get("seconds") and one.get("name") not in PEERS]
-    return min(ours, key=lambda one: one["seconds"], default=None)
+def _product(size: Row) -> str:
+    return " x ".join(str(size[name]) for name in "mnk")
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A table with a column for each key; columns that are empty throughout are left out."""
-    lines = [shown(row) for row in rows]
-    heads = [head for head in dict.fromkeys(h for line in lines for h in line) if any(x.get(head) for x in lines)]
-    return markdown(heads, [[line.get(head, "-") for head in heads] for line in lines])
+def attention(path: Path) -> str:
+    """TFLOP/s of every kernel and peer, and a picture of them by length."""
+    held, _, facts = facts_of(path)
+
+    def cell(one: Row) -> str:
+        share = one.get("of_fa2") if one["ours"] else None
+        return f"{one['flops_per_second'] / 1e12:.3g}" + (f" ({share:.2f})" if share else "")
+
+    heads = {"element": "element", "D": "d", "mask": _mask, "B x H x N": _batch}
+    text = (
+        "Forward, TFLOP/s: 4 B H M N D operations are counted, half of them under a causal mask. In brackets the share "
+        "of FlashAttention-2 in torch. `simt` is there to be read and not tuned.\n\n"
+    )
+    picture = f"\n![TFLOP/s by length, a panel for each D and mask](generated/{PICTURE})\n" if lines(held) else ""
+    tables = pivot(held["sizes"], heads, cell) + picture + folded(held["sizes"], "measured")
+    return f"## Attention\n\n{facts}\n{text}{tables}"
 
 
-def shown(row: Row) -> dict[str, str]:
-    """Headings and cells of a row, in units that people read."""
-    found = {}
-    for key, value in row.items():
-        unit, factor = UNITS.get(key, (HEADS.get(key, key.replace("_", " ")), 1))
-        found[unit] = cell(value * factor if key in UNITS and value is not None else value)
-    return found
+def _mask(size: Row) -> str:
+    return "causal" if size["causal"] else "none"
 
 
-def plain(held: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every plain value, by its own name."""
-    for key, value in held.items():
-        if isinstance(value, dict):
-            yield from plain(value)
-        elif not is_table(value):
-            yield key.replace("_", " "), value
+def _batch(size: Row) -> str:
+    return " x ".join(str(size[name]) for name in ("batch", "heads", "n"))
 
 
-def tables(held: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, list[Row]]]:
-    for key, value in held.items():
-        if isinstance(value, dict):
-            yield from tables(value, f"{before}{key} ")
-        elif is_table(value):
-            yield f"{before}{key}", value
+def decode(path: Path) -> str:
+    """Microseconds of every kernel and peer; of the fastest kernel also the speed beside copies."""
+    held, _, facts = facts_of(path)
+    heads = {"B": "batch", "N": "n", "MB of K and V": lambda size: f"{size['nbytes'] / 1e6:.4g}"}
+    bare = {"element": "element", **heads} if len({size["element"] for size in held["sizes"]}) > 1 else heads
+    speeds = []
+    for size in held["sizes"]:
+        best = min((m for m in size["measured"] if m["ours"] and m["seconds"]), key=lambda m: m["seconds"], default={})
+        speeds.append({
+            **{head: _value(size, what) for head, what in bare.items()}, "kernel": best.get("name"),
+            **{key: best.get(key) for key in ("bytes_per_second", "of_copy", "of_equal_copy", "of_fa2", "of_cudnn")},
+        })  # fmt: skip
+    text = "One query a head and sequence. Microseconds of a call, inputs from device memory:\n\n"
+    text += pivot(held["sizes"], bare, lambda one: f"{one['seconds'] * 1e6:.3g}")
+    text += "\nBytes of K and V a second, beside a copy of 1 GiB, a copy that moves as many bytes, and torch:\n\n"
+    text += table(speeds)
+    host = [(row["q"], row["name"], _us(row["seconds"])) for row in held.get("host", ())]
+    if host:
+        text += "\nHost time of a call on small tensors:\n\n" + markdown(("q", "call", "us"), host)
+    return f"## Decode\n\n{facts}\n{text}{folded(held['sizes'], 'measured')}"
 
 
-def is_table(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+def _us(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e6:.3g}"
 
 
-def cell(value: Any) -> str:
-    """A value as a table shows it: four digits of a fraction.
+SECTIONS: Mapping[str, Callable[[Path], str]] = {"gemm": gemm, "attention": attention, "decode": decode}
+What = str | Callable[[Row], str]
 
-    >>> cell(0.98765), cell(4.25e12), cell(262144), cell(None), cell([1, 2]), cell(True)
-    ('0.9877', '4.25e+12', '262144', '-', '1, 2', 'yes')
-    """
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(cell, value))
-    return str(value)
+
+def pivot(sizes: Sequence[Row], heads: Mapping[str, What], cell: Callable[[Row], str]) -> str:
+    """A row for each size, a column for everything that has a time on some of them; peers first."""
+    names: dict[str, bool] = {}
+    for size in sizes:
+        names |= {one["name"]: one["ours"] for one in size["measured"] if one["seconds"]}
+    columns = sorted(names, key=lambda name: names[name])
+    rows = []
+    for size in sizes:
+        cells = {one["name"]: cell(one) for one in size["measured"] if one["seconds"]}
+        rows.append([*(_value(size, what) for what in heads.values()), *(cells.get(name, "-") for name in columns)])
+    return markdown([*heads, *columns], rows)
+
+
+def _value(size: Row, what: What) -> Any:
+    return size[what] if isinstance(what, str) else what(size)
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+def lines(held: Mapping[str, Any]) -> dict[tuple[int, bool], dict[str, list[tuple[int, float]]]]:
+    """(N, TFLOP/s) of each kernel and peer by (D, causal), for 16-bit elements; of several the first measured."""
+    sixteen = [size for size in held["sizes"] if size["element"] != "float32"]
+    found: dict[tuple[int, bool], dict[str, list[tuple[int, float]]]] = {}
+    for size in sixteen:
+        if size["element"] != sixteen[0]["element"]:
+            continue
+        panel = found.setdefault((size["d"], size["causal"]), {})
+        for one in size["measured"]:
+            if one["seconds"]:
+                panel.setdefault(one["name"], []).append((size["n"], one["flops_per_second"] / 1e12))
+    return {key: panel for key, panel in found.items() if panel}
+
+
+def draw_attention(folder: Path, target: Path) -> None:
+    """Draw ``attention.json`` of a folder, if it is there, to ``attention.svg`` in another."""
+    path = folder / "attention.json"
+    found = lines(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    if not found:
+        return
+    matplotlib.rcParams["svg.hashsalt"] = "flashnumba"
+    dims, masks = sorted({d for d, _ in found}), sorted({causal for _, causal in found})
+    figure = Figure(figsize=(3.4 * len(dims), 2.7 * len(masks) + 0.5), layout="constrained", facecolor="white")
+    panels = figure.subplots(len(masks), len(dims), squeeze=False, sharex=True, sharey=True)
+    names = list(dict.fromkeys(name for panel in found.values() for name in panel))
+    others = iter((BLUE, RED, GREEN, "#CC79A7", "#56B4E9"))
+    colors = {
+        name: GREY if name == FA2 else ORANGE if name.startswith("torch") else next(others, BLUE) for name in names
+    }
+    for (row, causal), (col, d) in product(enumerate(masks), enumerate(dims)):
+        axes = panels[row, col]
+        for name, points in found.get((d, causal), {}).items():
+            n, rate = zip(*sorted(points), strict=True)
+            style = "--" if name.startswith("torch") else "-"
+            axes.plot(n, rate, style, marker="o", ms=4, color=colors[name], label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted({n for panel in found.values() for points in panel.values() for n, _ in points}))
+        axes.xaxis.set_major_formatter(lambda n, _: f"{n:g}")
+        axes.set_title(f"D = {d}{', causal' if causal else ''}", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#dddddd", lw=0.6)
+    panels[0, 0].set_ylim(
+        0, 1.05 * max(rate for panel in found.values() for points in panel.values() for _, rate in points)
+    )
+    for axes in panels[:, 0]:
+        axes.set_ylabel("TFLOP/s")
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens of a sequence")
+    handles = {label: h for axes in panels.flat for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), fontsize=9, frameon=False)
+    figure.savefig(target / PICTURE, metadata={"Date": None})

@@ -7,17 +7,15 @@ some rows; one that is wrong has no time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from flashnumba.bench.timing import time_gpu
-from flashnumba.compare import compare
-from flashnumba.machine import gpu, install, launcher
+from flashnumba.bench.environment import place
+from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, rounded
+from flashnumba.compare import Comparison, compare
+from flashnumba.machine import launcher
 from flashnumba.machine.function import Kernel
 from flashnumba.stages.online_softmax import simt as online
 from flashnumba.stages.online_softmax.split_ahead import shared_bytes
@@ -26,21 +24,9 @@ from flashnumba.stages.softmax import simt as three_pass
 from flashnumba.stages.softmax.reference import low_precision, safe
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = [
-    "COLS",
-    "ELEMENTS",
-    "Measured",
-    "Size",
-    "Variant",
-    "environment",
-    "launchable",
-    "measure",
-    "summary",
-    "variants",
-]
+__all__ = ["COPY", "PEER", "Variant", "launchable", "measure", "variants"]
 
-COLS = (128, 1024, 4096, 32768, 262144)
-ELEMENTS = ("float16", "float32")
+COPY, PEER = "copy", "torch.softmax"
 SAMPLE = 64
 
 
@@ -55,39 +41,6 @@ class Variant:
     threads: int
     chunks: int = 0
     shared: int = 0
-
-
-@dataclass
-class Measured:
-    """One kernel, or torch, or the copy, on one size."""
-
-    name: str
-    seconds: float | None
-    bytes_per_second: float | None = None
-    of_copy: float | None = None
-    of_torch: float | None = None
-    error: float | None = None
-    budget: float | None = None
-    note: str = ""
-
-
-@dataclass
-class Size:
-    """All that was measured on one size."""
-
-    element: str
-    rows: int
-    cols: int
-    nbytes: int
-    measured: list[Measured] = field(default_factory=list)
-
-    def best(self) -> Measured | None:
-        """The fastest of our kernels."""
-        ours = [m for m in self.measured if m.seconds and m.name not in ("copy", "torch.softmax")]
-        return min(ours, key=lambda m: m.seconds or 0.0, default=None)
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def variants(shape: Shape, wide: bool = False) -> Iterator[Variant]:
@@ -135,8 +88,9 @@ def other_sizes(shape: Shape) -> Iterator[Variant]:
 
 
 def measure(
-    element: str, cols: int, nbytes: int = 1 << 30, *, wide: bool = False, runs: int = 20, until: float = float("inf"),
-    report: Callable[[Size, Measured], None] = lambda size, measured: None, only: str = "",
+    element: str, cols: int, nbytes: int = 1 << 30, *, wide: bool = False, clock: Clock | None = None,
+    until: float = float("inf"), report: Callable[[Size, Measured], None] = lambda size, measured: None, only: str = "",
+    machine: str = "cuda",
 ) -> Size:  # fmt: skip
     """Measure all kernels on one size.
 
@@ -145,129 +99,69 @@ def measure(
         cols: elements a row.
         nbytes: of the tensor, about.
         wide: try other sizes too.
-        runs: calls that count, of which the median is taken.
+        clock: a :class:`~flashnumba.bench.runner.Clock` if None.
         until: ``time.monotonic()`` after which further variants are left out.
         report: called with each result as it is there.
         only: of the variants, those alone whose name has this in it.
+        machine: ``"emulator"`` runs the kernels there, on tensors in host memory: for tests, with a clock of their own.
 
     Raises:
         RuntimeError: no GPU, or no torch that uses it.
     """
-    torch = _torch()
+    torch, device, arch = place("softmax", machine)
     rows = max(1, nbytes // (cols * ITEMSIZE[element]))
-    dtype = getattr(torch, element)
-    x = torch.randn(rows, cols, device="cuda", dtype=dtype).mul_(3)
+    x = torch.randn(rows, cols, device=device, dtype=getattr(torch, element)).mul_(3)
     out = torch.empty_like(x)
-    size = Size(element, rows, cols, x.numel() * ITEMSIZE[element])
-    shape = Shape(
-        element, rows, cols, 16 if cols * ITEMSIZE[element] % 16 == 0 else ITEMSIZE[element], gpu.device_arch()
-    )
-    picked = torch.randperm(rows, device="cuda")[:SAMPLE] if rows > SAMPLE else torch.arange(rows, device="cuda")
+    size = Size({"element": element, "rows": rows, "cols": cols, "nbytes": x.numel() * ITEMSIZE[element]})
+    vector = 16 if cols * ITEMSIZE[element] % 16 == 0 else ITEMSIZE[element]
+    shape = Shape(element, rows, cols, vector, arch)
+    picked = torch.randperm(rows, device=device)[:SAMPLE] if rows > SAMPLE else torch.arange(rows, device=device)
     picked[-1] = rows - 1
     sample = x[picked].float().cpu().numpy()
-    expected, low = safe(sample), _rounded(low_precision(sample), element)
+    expected, low = safe(sample), rounded(low_precision(sample), element)
 
-    def add(name: str, seconds: float | None, **more: Any) -> None:
-        rate = 2 * size.nbytes / seconds if seconds else None
-        first = {m.name: m.seconds for m in size.measured}
-        ratios = {
-            key: first[name] / seconds if seconds and first.get(name) else None
-            for key, name in (("of_copy", "copy"), ("of_torch", "torch.softmax"))
-        }
-        size.measured.append(Measured(name, seconds, rate, **ratios, **more))
-        report(size, size.measured[-1])
+    def judge(result: Any) -> Comparison:
+        return compare(rounded(result[picked].float().cpu().numpy(), element), expected, low)
 
-    add("copy", time_gpu(lambda: out.copy_(x), runs=runs))
-    add("torch.softmax", time_gpu(lambda: torch.softmax(x, -1), runs=runs))
+    runner = Runner(
+        size, lambda seconds: {"bytes_per_second": 2 * size.about["nbytes"] / seconds},
+        {"of_copy": COPY, "of_torch": PEER}, clock=clock or Clock(), until=until, report=report,
+    )  # fmt: skip
+    runner.run(Candidate(COPY, lambda: [lambda: out.copy_(x)], ours=False))
+    runner.run(Candidate(PEER, lambda: [lambda: torch.softmax(x, -1)], ours=False), judge)
     seen: set[Any] = set()
     for variant in variants(shape, wide):
         key = (variant.kernel, variant.grid)
-        if key in seen or only not in variant.name:
-            continue
-        seen.add(key)
-        if time.monotonic() > until:
-            add(variant.name, None, note="out of time")
-            continue
-        try:
-            call = launchable(variant, x, out, torch)
-        except (RuntimeError, ValueError) as error:
-            add(variant.name, None, note=str(error).splitlines()[0])
-            continue
-        out.fill_(float("nan"))
-        call()
-        verdict = compare(_rounded(out[picked].float().cpu().numpy(), element), expected, low)
-        judged = {"error": verdict.error, "budget": verdict.budget}
-        if verdict.ok:
-            slow = time_gpu(call, runs=3, warmup=1)
-            add(variant.name, slow if slow > 0.02 else time_gpu(call, runs=runs), **judged)
-        else:
-            add(variant.name, None, note=f"WRONG: {verdict}", **judged)
+        if key not in seen and only in variant.name:
+            seen.add(key)
+            runner.run(Candidate(variant.name, partial(launchable, variant, x, out, torch, machine)), judge)
     return size
 
 
-def launchable(variant: Variant, x: Any, out: Any, torch: Any) -> Callable[[], None]:
-    """A call that launches a variant on the current stream, its scratch zeroed.
+def launchable(
+    variant: Variant, x: Any, out: Any, torch: Any, machine: str = "cuda"
+) -> Sequence[Callable[[], Any]]:  # fmt: skip
+    """A call that launches a variant on the current stream, its scratch zeroed, and returns ``out``, NaN until then.
 
     Raises:
         ValueError: the GPU does not hold as many blocks at once as a row has chunks.
     """
+    out.fill_(float("nan"))
     args: tuple[Any, ...] = (x, out)
     if variant.chunks:
-        scratch = torch.zeros(1 + x.shape[0] * variant.chunks, dtype=torch.int64, device="cuda")
+        scratch = torch.zeros(1 + x.shape[0] * variant.chunks, dtype=torch.int64, device=x.device)
         args = (x, out, scratch.view(torch.uint64))
-    ready = launcher.prepare(variant.kernel, args, shared=variant.shared, machine="cuda")
-    grid, resident = variant.grid, ready.resident_blocks(variant.threads)
-    if variant.chunks and resident < variant.chunks:
-        raise ValueError(f"{variant.chunks} chunks a row; the GPU holds {resident} blocks")
-    grid = grid or min(resident, x.shape[0] * max(1, variant.chunks))
+    ready, grid = launcher.prepare(variant.kernel, args, shared=variant.shared, machine=machine), variant.grid
+    if variant.chunks:
+        resident = ready.resident_blocks(variant.threads)
+        if resident < variant.chunks:
+            raise ValueError(f"{variant.chunks} chunks a row; the GPU holds {resident} blocks")
+        grid = min(resident, x.shape[0] * variant.chunks)
 
-    def call() -> None:
+    def call() -> Any:
         if variant.chunks:
             scratch.zero_()
         ready(grid, variant.threads, args)
+        return out
 
-    return call
-
-
-def _rounded(values: np.ndarray, element: str) -> np.ndarray:
-    from flashnumba.machine.arrays import element_dtype
-
-    return values.astype(element_dtype(element))
-
-
-def _torch() -> Any:
-    gpu.require()
-    try:
-        import torch
-    except ImportError as error:
-        raise RuntimeError(
-            f"the softmax bench compares with torch, which is not installed: {install.pip('torch')}"
-        ) from error
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"torch {torch.__version__} sees no GPU; it must be a CUDA build")
-    return torch
-
-
-def environment() -> dict[str, Any]:
-    """What the figures depend on."""
-    import numba
-
-    found = {"device": gpu.device_name(), "arch": gpu.device_arch(), "driver": gpu.driver_version()}
-    torch = _torch()
-    from importlib.metadata import version
-
-    found["date"] = datetime.now(timezone.utc).date().isoformat()
-    return found | {"torch": torch.__version__, "numba": numba.__version__, "numba-cuda": version("numba-cuda")}
-
-
-def summary(sizes: Sequence[Size]) -> list[str]:
-    """A line a size: the best kernel beside torch and the copy."""
-    lines = []
-    for size in sizes:
-        best = size.best()
-        if best:
-            lines.append(
-                f"{size.element:8} {size.cols:7}  {best.name:44} {(best.bytes_per_second or 0) / 1e12:5.2f} TB/s  "
-                f"{best.of_copy or 0:.3f} of copy  {best.of_torch or 0:.3f} x torch"
-            )
-    return lines
+    return [call]

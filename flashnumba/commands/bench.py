@@ -2,94 +2,311 @@
 
 from __future__ import annotations
 
-import json
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from flashnumba.commands import output_folder, refuse, why_no_cuda
 
 if TYPE_CHECKING:
-    from flashnumba.bench.softmax import Measured, Size
+    from flashnumba.bench.runner import Measured, Size
 
 __all__ = ["register"]
 
 bench = typer.Typer(no_args_is_help=True, help="Time kernels on a GPU, beside what others offer.")
+RESULTS = Path("docs/results")
+NAME = 46
+"""Characters of a candidate's name in a table."""
+
+Out = Annotated[Path, typer.Option(help="Where the figures go, as JSON.")]
+Elements = Annotated[str, typer.Option(help="Of float16, bfloat16 and float32, separated by commas.")]
+Kernels = Annotated[str, typer.Option(help="Kernels by name, separated by commas.", show_default="all that fit")]
+Runs = Annotated[int, typer.Option(min=1, help="Calls that count; the median is taken.")]
+Seconds = Annotated[float, typer.Option(help="After so long no further kernel is begun.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Other sizes of the kernels too, as they were chosen from.")]
 
 
 def register(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
-@bench.command()
-def softmax(
-    out: Annotated[Path, typer.Option(help="Where the figures go, as JSON.")] = Path("docs/results/softmax.json"),
-    megabytes: Annotated[int, typer.Option(min=1, help="Size of each tensor.")] = 1024,
-    cols: Annotated[str, typer.Option(help="Elements a row, separated by commas.")] = "128,1024,4096,32768,262144",
-    elements: Annotated[str, typer.Option(help="float16, bfloat16, float32, separated by commas.")] = "float16,float32",
-    runs: Annotated[int, typer.Option(min=1, help="Calls that count; the median is taken.")] = 20,
-    seconds: Annotated[float, typer.Option(help="After so long no further variant is begun.")] = 220.0,
-    only: Annotated[str, typer.Option(help="Kernels alone whose name has this in it.")] = "",
-    wide: Annotated[
-        bool, typer.Option("--wide", help="Other sizes of the kernels too, as they were chosen from.")
-    ] = False,
-) -> None:
-    """Every softmax kernel beside torch.softmax and a device copy."""
-    from flashnumba.bench import softmax as benchmark
-    from flashnumba.tiles.elements import ITEMSIZE
+# -- what the commands share -------------------------------------------------------------------------------------------
+class Column(NamedTuple):
+    """A column of the printed table: a figure's name, and what to multiply it with."""
 
+    head: str
+    figure: str
+    factor: float = 1
+    digits: int = 3
+
+
+class Place(NamedTuple):
+    """A size to measure: its title, and ``measure(until=, report=)``."""
+
+    title: str
+    measure: Callable[..., Size]
+
+
+def _words(option: str, text: str, allowed: Sequence[str], *, none: bool = False) -> list[str]:
+    """What is named with commas between; ends the program for a name that is not among the allowed, and for nothing
+    named unless ``none`` is right too."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    unknown = [word for word in words if word not in allowed]
+    if unknown or not (words or none):
+        refuse(f"{option} has {', '.join(unknown) or 'no name in it'}; they must be of {', '.join(allowed)}")
+    return list(dict.fromkeys(words))
+
+
+def _numbers(option: str, text: str, most: int | None = None) -> list[int]:
+    """Positive integers with commas between; ends the program for anything else."""
+    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(numbers) < 1:
+        refuse(f"{option} is {text!r}; it must be positive integers separated by commas")
+    if most is not None and max(numbers) > most:
+        refuse(f"{option} is {text!r}; {max(numbers)} is more than {most}")
+    return numbers
+
+
+def _environment(name: str, benchmark: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
+    """What figures depend on; ends the program where nothing can be measured, or the file cannot be written."""
     if reason := why_no_cuda():
-        refuse(f"the softmax bench needs a GPU, but {reason}")
-    unknown = [e for e in elements.split(",") if e not in ITEMSIZE]
-    if unknown:
-        refuse(f"--elements has {', '.join(unknown)}; they must be of {', '.join(ITEMSIZE)}")
-    try:
-        lengths = [int(c) for c in cols.split(",")]
-    except ValueError:
-        refuse(f"--cols is {cols!r}; it must be integers separated by commas")
+        refuse(f"the {name} bench needs a GPU, but {reason}")
     output_folder("--out", out.parent)
     try:
-        found = benchmark.environment()
+        found = benchmark()
     except RuntimeError as error:
         refuse(str(error))
-    typer.echo(", ".join(f"{name} {value}" for name, value in found.items()))
-    start, sizes = time.monotonic(), []
-    places = [(e, c) for c in lengths for e in elements.split(",")]
-    for i, (element, length) in enumerate(places):
-        # Each size gets its share of what time is left.
+    typer.echo(", ".join(f"{key} {_plain(value)}" for key, value in found.items()))
+    return found
+
+
+def _plain(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _measure_all(
+    places: Sequence[Place], columns: Sequence[Column], out: Path, found: dict[str, Any], seconds: float,
+    last: Callable[[], dict[str, Any]] = dict,
+) -> None:  # fmt: skip
+    """Measure one size after the other, print a line for each result and write the file anew after each size.
+
+    Each size gets its share of what time is left. A size that cannot be set up is told, and the next one is tried.
+    ``last`` measures what goes beside the sizes into the file. The exit code is 1 if a kernel was wrong or raised, or a
+    size could not be measured.
+    """
+    from flashnumba.bench.runner import write
+
+    start, sizes, failed = time.monotonic(), [], 0
+    for i, place in enumerate(places):
         until = time.monotonic() + (seconds - (time.monotonic() - start)) / (len(places) - i)
-        typer.echo(
-            f"\n{element}, rows of {length}\n  {'kernel':46} {'ms':>8} {'TB/s':>6} {'of copy':>8} {'x torch':>8}  error"
-        )
-        sizes.append(
-            benchmark.measure(
-                element, length, megabytes << 20, wide=wide, runs=runs, until=until, report=_line, only=only
-            )
-        )
-        text = json.dumps({"environment": found, "sizes": [s.record() for s in sizes]}, indent=1)
-        out.write_text(text + "\n", encoding="utf-8")
+        heads = " ".join(f"{c.head:>{_width(c)}}" for c in columns)
+        typer.echo(f"\n{place.title}\n  {'kernel':{NAME}} {heads}  error")
+        try:
+            sizes.append(place.measure(until=until, report=lambda size, m: typer.echo(_line(m, columns))))
+        except Exception as error:
+            failed += 1
+            typer.echo(f"  not measured: {type(error).__name__}: {' '.join(str(error).split())}")
+        write(out, found, sizes)
+    if more := last():
+        write(out, found, sizes, **more)
     typer.echo(f"\nbest of each size, {time.monotonic() - start:.0f} s in all; figures in {out}")
-    for line in benchmark.summary(sizes):
-        typer.echo(line)
-    if any(m.note.startswith("WRONG") for s in sizes for m in s.measured):
+    for size in sizes:
+        if best := size.best():
+            typer.echo(_line(best, columns, " ".join(map(str, size.about.values()))))
+    if failed or any(m.bad for size in sizes for m in size.measured):
         raise typer.Exit(1)
 
 
-def _line(size: Size, m: Measured) -> None:
-    if m.seconds is None or m.bytes_per_second is None:
-        typer.echo(f"  {m.name:46} {m.note}")
-        return
+def _width(column: Column) -> int:
+    return max(8, len(column.head))
 
-    def ratio(x: float | None) -> str:
-        return "       -" if x is None else f"{x:8.3f}"
 
-    error = "" if m.error is None else f"{m.error:.1e} of {m.budget:.1e}"
-    typer.echo(
-        f"  {m.name:46} {m.seconds * 1e3:8.3f} {m.bytes_per_second / 1e12:6.2f} "
-        f"{ratio(m.of_copy)} {ratio(m.of_torch)}  {error}"
-    )
+def _line(m: Measured, columns: Sequence[Column], about: str = "") -> str:
+    name = f"{about}: {m.name}" if about else m.name
+    if m.seconds is None:
+        return f"  {name:{NAME}} {m.note}"
+    values = {"seconds": m.seconds, **m.figures}
+
+    def cell(column: Column) -> str:
+        value = values.get(column.figure)
+        return "-" if value is None else f"{value * column.factor:.{column.digits}f}"
+
+    cells = [f"{cell(column):>{_width(column)}}" for column in columns]
+    error = "" if m.error is None or m.budget is None else f"{m.error:.1e} of {m.budget:.1e}"
+    return f"  {name:{NAME}} {' '.join(cells)}  {error}{'  ' if error and m.note else ''}{m.note}".rstrip()
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+@bench.command()
+def softmax(
+    out: Out = RESULTS / "softmax.json",
+    megabytes: Annotated[int, typer.Option(min=1, help="Size of each tensor.")] = 1024,
+    cols: Annotated[str, typer.Option(help="Elements a row, separated by commas.")] = "128,1024,4096,32768,262144",
+    elements: Elements = "float16,float32",
+    runs: Runs = 20,
+    seconds: Seconds = 220.0,
+    only: Annotated[str, typer.Option(help="Kernels alone whose name has this in it.")] = "",
+    wide: Wide = False,
+) -> None:
+    """Every softmax kernel beside torch.softmax and a device copy."""
+    from flashnumba.bench import softmax as benchmark
+    from flashnumba.bench.environment import environment
+    from flashnumba.bench.runner import Clock
+    from flashnumba.tiles.elements import ITEMSIZE
+
+    chosen, lengths = _words("--elements", elements, tuple(ITEMSIZE)), _numbers("--cols", cols)
+    found = _environment("softmax", lambda: environment("softmax"), out)
+    places = [
+        Place(
+            f"{element}, rows of {length}",
+            partial(
+                benchmark.measure, element, length, megabytes << 20, wide=wide, clock=Clock(runs), only=only,
+            ),
+        )
+        for length in lengths
+        for element in chosen
+    ]  # fmt: skip
+    columns = [Column("ms", "seconds", 1e3), Column("TB/s", "bytes_per_second", 1e-12, 2)]
+    columns += [Column("of copy", "of_copy"), Column("x torch", "of_torch")]
+    _measure_all(places, columns, out, found, seconds)
+
+
+@bench.command()
+def gemm(
+    out: Out = RESULTS / "gemm.json",
+    sizes: Annotated[
+        str, typer.Option(help="N for a product of N x N matrices, or MxNxK, separated by commas.")
+    ] = "4096,8192",
+    elements: Elements = "float32,float16",
+    majors: Annotated[
+        str,
+        typer.Option(help="A's major and B's: kn (both row-major), kk, mn, mk (both column-major), with commas."),
+    ] = "kn",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 100.0,
+    wide: Wide = False,
+) -> None:
+    """Every matrix product beside torch.matmul, which is cuBLAS; float32 without TF32."""
+    from flashnumba.bench import gemm as benchmark
+    from flashnumba.bench.runner import Clock
+    from flashnumba.tiles.elements import ITEMSIZE
+
+    products = [_numbers("--sizes", size.replace("x", ",")) for size in sizes.split(",")]
+    if any(len(product) not in (1, 3) for product in products):
+        refuse(f"--sizes is {sizes!r}; each must be one number, or three as in 4096x8192x1024")
+    chosen = _words("--elements", elements, tuple(ITEMSIZE))
+    orders = _words("--majors", majors, benchmark.MAJORS)
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    found = _environment("gemm", benchmark.environment, out)
+    places = [
+        Place(
+            f"{element}, {m} x {k} times {k} x {n}, majors {order}",
+            partial(benchmark.measure, element, m, n, k, order, names=names, wide=wide, clock=Clock(runs)),
+        )
+        for m, n, k in (product * 3 if len(product) == 1 else product for product in products)
+        for element in chosen
+        for order in orders
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    _measure_all(places, [*columns, Column("of cuBLAS", "of_cublas")], out, found, seconds)
+
+
+@bench.command()
+def attention(
+    out: Out = RESULTS / "attention.json",
+    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128,256",
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "1024,4096,16384",
+    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
+    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
+    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
+    elements: Elements = "float16",
+    kernels: Kernels = "",
+    simt: Annotated[bool, typer.Option(help="Also one small size in float32.")] = True,
+    runs: Runs = 20,
+    seconds: Seconds = 100.0,
+    wide: Wide = False,
+) -> None:
+    """Attention forward beside torch's FlashAttention-2 and cuDNN."""
+    from flashnumba.bench import attention as benchmark
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+    from flashnumba.tiles.elements import ITEMSIZE
+
+    chosen = _words("--elements", elements, tuple(ITEMSIZE))
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    problems = [*benchmark.problems(chosen, *sizes, masks, tokens=tokens, width=width)]
+    if simt and not names:
+        problems.append(benchmark.SMALL)
+    found = _environment("attention", benchmark.environment, out)
+    places = [
+        Place(
+            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
+            partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)),
+        )
+        for p in problems
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    _measure_all(places, [*columns, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
+
+
+@bench.command()
+def decode(
+    out: Out = RESULTS / "decode.json",
+    batches: Annotated[str, typer.Option(help="Sequences, separated by commas.")] = "1,4,16",
+    lengths: Annotated[str, typer.Option(help="Keys of a sequence, separated by commas.")] = "8192,32768,131072",
+    heads: Annotated[int, typer.Option(min=1, help="Heads of q.")] = 64,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Heads of K and V.")] = 8,
+    dim: Annotated[int, typer.Option(min=1, max=256, help="Columns of a head.")] = 128,
+    elements: Elements = "float16",
+    kernels: Annotated[str, typer.Option(help="Kernels by name, separated by commas.", show_default="split")] = "",
+    runs: Runs = 20,
+    seconds: Seconds = 100.0,
+    host: Annotated[bool, typer.Option(help="Also host time of small calls.")] = True,
+) -> None:
+    """Attention of one query a sequence beside copies and torch, and what a small call costs the host."""
+    from flashnumba.bench import decode as benchmark
+    from flashnumba.tiles.elements import ITEMSIZE
+
+    chosen = _words("--elements", elements, tuple(ITEMSIZE))
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    if heads % kv_heads:
+        refuse(f"--heads is {heads} and --kv-heads {kv_heads}; the second must divide the first")
+    problems = [
+        benchmark.Problem(element, batch, n, heads, kv_heads, dim)
+        for element in chosen
+        for n in _numbers("--lengths", lengths)
+        for batch in _numbers("--batches", batches)
+    ]
+    found = _environment("decode", benchmark.environment, out)
+    places = [
+        Place(
+            f"{p.element}, B {p.batch}, H {p.heads}, Hkv {p.kv_heads}, M 1, N {p.n}, D {p.d}, {p.nbytes / 1e6:.4g} MB",
+            partial(benchmark.measure, p, found[benchmark.BANDWIDTH], names=names, clock=benchmark.GraphClock(runs)),
+        )
+        for p in problems
+    ]
+    columns = [Column("us", "seconds", 1e6, 1), Column("TB/s", "bytes_per_second", 1e-12, 2)]
+    columns += [Column("of copy", "of_copy"), Column("of equal copy", "of_equal_copy")]
+    columns += [Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")]
+
+    def host_times() -> dict[str, Any]:
+        if not host:
+            return {}
+        rows = benchmark.host_times()
+        typer.echo("\nhost time of a call, us")
+        for row in rows:
+            time_ = "       -" if row["seconds"] is None else f"{row['seconds'] * 1e6:8.1f}"
+            typer.echo(f"  q {row['q']:28} {row['name']:42} {time_}  {row['note']}".rstrip())
+        return {"host": rows}
+
+    _measure_all(places, columns, out, found, seconds, host_times)
 
 
 @bench.command()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,10 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flashnumba.commands import refuse
+from flashnumba.commands import output_folder, refuse
 from flashnumba.machine.compiler import TARGETS, CompileCase, Compiled, compile_kernel, why_not
 from flashnumba.machine.gate import budget_of, problems
 from flashnumba.machine.occupancy import NOTES, budget
+from flashnumba.machine.resources import Resources, compiler, read, resources_of, write
 
 __all__ = ["notes_sums", "register", "resources"]
 
@@ -43,6 +45,7 @@ def resources(
         typer.Option(help=f"Compute capabilities, with commas: any of {KNOWN}.", show_default="all a kernel claims"),
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if there is any remark.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Also write the numbers to this file.", show_default=False)] = None,
 ) -> None:
     """What each kernel takes of a multiprocessor, on every architecture it claims.
     No GPU and no driver is needed.
@@ -54,6 +57,10 @@ def resources(
     A remark below a kernel's rows says what no kernel should do: spill, keep
     arrays in local memory, compute in double precision, not fit, and so on.
     Remarks do not change the exit code unless --check is given.
+
+    docs/results/resources.json is written with --json. Lines that the file
+    has of other kernels and architectures stay, so that after a change to one
+    kernel --kernel is enough; lines of kernels that are no more go.
     """
     from flashnumba.ladder import compile_cases
 
@@ -69,6 +76,8 @@ def resources(
     plan = [(case, targets) for case, targets in plan if targets]
     if not plan:
         refuse(f"--arch is {arch!r}; these kernels need sm_{' or sm_'.join(sorted({c.kernel.arch for c in cases}))}")
+
+    versions, kept = _held(json)
 
     console, count = Console(), 0
     bar = Progress(
@@ -87,11 +96,31 @@ def resources(
                 bar.advance(task)
             _show(console, case, rows, remarks)
             count += len(remarks)
+            kept |= {(case.name, made.arch): resources_of(case, made) for made in rows}
     console.print(notes_sums(), highlight=False, soft_wrap=True)
+    if json is not None:
+        claimed = [(case.name, target) for case in known for target in case.architectures]
+        write(json, versions, [kept[one] for one in claimed if one in kept])
+        missing = sum(one not in kept for one in claimed)
+        console.print(f"{json}: {len(claimed) - missing} lines" + (f"; {missing} are missing" if missing else ""))
     if count:
         console.print(f"{count} remark{'s' if count > 1 else ''} above.", style="yellow", highlight=False)
     if count and check:
         raise typer.Exit(1)
+
+
+def _held(path: Path | None) -> tuple[Mapping[str, str], dict[tuple[str, str], Resources]]:
+    """The compiler's versions, and what a record has that was made with them; ends the program if it is no record."""
+    if path is None:
+        return {}, {}
+    output_folder("--json", path.parent)
+    if not path.exists():
+        return compiler(), {}
+    try:
+        versions, kept = read(path)
+    except (OSError, ValueError) as error:
+        refuse(f"--json is '{path}', which cannot be added to ({error}); name another file")
+    return compiler(), kept if versions == compiler() else {}
 
 
 def notes_sums() -> str:

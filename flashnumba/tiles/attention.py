@@ -135,6 +135,7 @@ class Steps(NamedTuple):
         negate_q: ``(q_tile, warp_row, lane)``: turns the sign of the warp's rows.
         load_q: ``(held, q_lane)``: the part of Q that is held.
         multiply_qk: ``(s, held, q_lane, k_lane)``: S = Q K^T.
+        flatten: ``(s)``: zero times S: what is finite becomes zero, the rest no number.
         mask: ``(s, visible, lane)``: -inf from column ``visible[2 f + half]`` of the tile on, int32.
         raise_maximum: ``(s, acc, m, l, origin, factor)``: m to the new maximum; acc and l in its units. ``origin`` is
             m, or 0 for a row of which nothing was visible yet.
@@ -151,6 +152,7 @@ class Steps(NamedTuple):
     negate_q: DeviceFunction
     load_q: DeviceFunction
     multiply_qk: DeviceFunction
+    flatten: DeviceFunction
     mask: DeviceFunction
     raise_maximum: DeviceFunction
     exponentials: DeviceFunction
@@ -161,8 +163,8 @@ class Steps(NamedTuple):
 
 @device
 def factor_of(scale):
-    """What scores are multiplied with to be exponents of 2; the sign is Q's."""
-    return max(abs(scale) * float32(LOG2_E), float32(SMALLEST))
+    """What scores are multiplied with to be exponents of 2; the sign is Q's, and a scale of zero the scores'."""
+    return float32(1) if scale == float32(0) else max(abs(scale) * float32(LOG2_E), float32(SMALLEST))
 
 
 @device
@@ -241,6 +243,11 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                         multiply(s, at + 4, a, 4 * f, b, 2)
 
     @device
+    def flatten(s):
+        for i in range(s_regs):
+            s[i] *= float32(0)
+
+    @device
     def mask(s, visible, lane):
         for f in range(frags):
             for half in range(2):
@@ -312,6 +319,6 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
             multiply_pv(acc, p, v_lane, k)
 
     return Steps(
-        q_lane, k_lane, v_lane, negate_q, load_q, multiply_qk, mask, raise_maximum, exponentials, multiply_pv,
+        q_lane, k_lane, v_lane, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials, multiply_pv,
         softmax_pv, quad_sum,
     )  # fmt: skip

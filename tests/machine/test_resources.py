@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import flashnumba.ladder
 from flashnumba.cli import app
 from flashnumba.commands import resources
 from flashnumba.machine import install
-from flashnumba.machine.compiler import CompileCase, Compiled, signature_of, why_not
+from flashnumba.machine import resources as record
+from flashnumba.machine.compiler import CompileCase, Compiled, compile_kernel, signature_of, why_not
 from flashnumba.machine.function import kernel
 from flashnumba.machine.numba import cuda, float32, uint32
 from flashnumba.machine.occupancy import Budget, machine_of
@@ -176,3 +179,85 @@ def test_a_kernel_is_shown_before_the_next_is_compiled(run_widest, monkeypatch):
     monkeypatch.setattr(resources, "_show", lambda *a: (order.append("show"), show(*a))[1])
     assert run_widest((), "--arch", "80").exit_code == 0
     assert order == ["compile", "show"] * 2
+
+
+# -- the record --------------------------------------------------------------------------------------------------------
+RECORD = Path(__file__).parents[2] / "docs" / "results" / "resources.json"
+AGAIN = "`flashnumba resources --json docs/results/resources.json` writes it anew"
+ROW = record.Resources("gemm.mma float16", "90a", 128, 168, 8, 16, 4, True, 98304, 2)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "resources.json"
+    rows = [ROW, replace(ROW, arch="80", f64=False)]
+    record.write(path, {"numba": "1"}, rows)
+    assert record.read(path) == ({"numba": "1"}, {(row.name, row.arch): row for row in rows})
+    lines = path.read_text().splitlines()
+    assert [json.loads(line.strip().rstrip(",")) for line in lines[3:5]] == [asdict(row) for row in rows]
+    assert ROW.budget.blocks == 2 and ROW.budget.limited_by == ("shared memory",)
+    record.write(path, {}, [])
+    assert record.read(path) == ({}, {}) and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"compiler": {}, "kernels": [{"name": "a", "regs": 3}]}'])
+def test_what_is_no_record_is_refused(tmp_path, run_widest, text):
+    path = tmp_path / "resources.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"resources.json is no record of resources"):
+        record.read(path)
+    result = run_widest((), "--json", str(path))
+    assert result.exit_code == 2 and "cannot be added to (resources.json is no record" in result.output
+    assert path.read_text() == text
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    found = {"numba": "1", "nvJitLink": "13.5"}
+    monkeypatch.setattr(resources, "compiler", lambda: dict(found))
+    return found
+
+
+def test_json_has_a_line_for_each_kernel_and_architecture(tmp_path, run_widest, versions):
+    path = tmp_path / "new" / "resources.json"
+    result = run_widest((), "--arch", "75,100", "--json", str(path))
+    assert result.exit_code == 0
+    assert f"{path}: 2 lines; 5 are missing" in result.output.replace("\n", "")
+    written, rows = record.read(path)
+    assert written == versions and list(rows) == [(WIDEST, "75"), (WIDEST, "100a")]
+    row = rows[WIDEST, "100a"]
+    assert (row.threads, row.registers, row.spills, row.stack) == (64, 255, 90000, 65536)
+    assert (row.shared, row.barriers, row.f64) == (227 * 1024 + 512, 16, False)
+
+
+def test_lines_of_others_stay_and_those_of_kernels_that_are_no_more_go(tmp_path, run_widest, versions):
+    path = tmp_path / "resources.json"
+    old = [replace(ROW, name=name, arch=arch) for name, arch in ((WIDEST, "80"), (WIDEST, "90a"), ("gone", "90a"))]
+    record.write(path, versions, old)
+    assert run_widest((), "--arch", "80,86", "--json", str(path)).exit_code == 0
+    rows = record.read(path)[1]
+    assert list(rows) == [(WIDEST, "80"), (WIDEST, "86"), (WIDEST, "90a")], "in the order of the ladder"
+    assert [row.registers for row in rows.values()] == [255, 255, 168]
+    record.write(path, {**versions, "numba": "0"}, old)
+    run_widest((), "--arch", "80", "--json", str(path))
+    assert list(record.read(path)[1]) == [(WIDEST, "80")], "nothing of another compiler's stays"
+
+
+def test_the_record_has_every_kernel_of_the_ladder_and_no_other():
+    recorded = record.read(RECORD)[1]
+    launched = [(case.name, arch) for case in flashnumba.ladder.compile_cases() for arch in case.architectures]
+    assert sorted(recorded) == sorted(launched), AGAIN
+
+
+SAMPLE = {case.name.split()[0]: case for case in flashnumba.ladder.compile_cases()}
+"""The last case of each kernel."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("case", SAMPLE.values(), ids=SAMPLE)
+def test_the_record_is_what_the_compiler_gives(case):
+    versions, recorded = record.read(RECORD)
+    if versions != record.compiler():
+        pytest.skip(f"recorded with {versions}, here is {record.compiler()}")
+    arch = case.architectures[-1]
+    made = compile_kernel(case.kernel, case.signature, arch)
+    assert recorded.get((case.name, arch)) == record.resources_of(case, made), AGAIN

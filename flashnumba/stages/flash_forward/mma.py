@@ -71,8 +71,8 @@ def make_mma(
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch, place = tiles.pitch, swizzle(d).at
     steps = make_steps(tiles, element, arch, rescaled=broken != "rescale")
-    negate_q, load_q, multiply_qk, mask, softmax_pv = (
-        steps.negate_q, steps.load_q, steps.multiply_qk, steps.mask, steps.softmax_pv
+    negate_q, load_q, multiply_qk, flatten, mask, softmax_pv = (
+        steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.mask, steps.softmax_pv
     )  # fmt: skip
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
@@ -205,6 +205,8 @@ def make_mma(
                 copy_v(v_tile, v_from + j * bn * v_row, v_row, v_column, n_rows - j * bn, columns)
             commit()
             multiply_qk(s, held, q_lane, k_lane + here)
+            if scale == float32(0):
+                flatten(s)
             if (j + 1) * bn > whole:
                 hide(s, j, row0 + warp_row + (lane >> 2), offset, causal, n_rows, lane)
             if slots == 1:

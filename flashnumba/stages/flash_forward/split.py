@@ -68,8 +68,8 @@ def make_split(
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch, slot_bytes = tiles.pitch, tiles.bn * tiles.pitch
     steps = make_steps(tiles, element, arch)
-    negate_q, load_q, multiply_qk, mask, softmax_pv = (
-        steps.negate_q, steps.load_q, steps.multiply_qk, steps.mask, steps.softmax_pv
+    negate_q, load_q, multiply_qk, flatten, mask, softmax_pv = (
+        steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.mask, steps.softmax_pv
     )  # fmt: skip
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
@@ -153,6 +153,8 @@ def make_split(
             if not no_barrier:
                 cuda.syncthreads()  # K_j and V_j are there for all
             multiply_qk(s, held, q_lane, k_lane + here)
+            if scale == float32(0):
+                flatten(s)
             if (j + 1) * bn > whole:
                 hide(s, j, row0 + warp_row + (lane >> 2), group, offset, causal, n_rows, lane)
             softmax_pv(s, acc, m, l, factor, v_lane + here)

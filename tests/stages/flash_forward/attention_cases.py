@@ -136,6 +136,7 @@ def hard_cases(dtype, m: int = 7, n: int = 37, d: int = 32) -> list[Case]:
         replace(exact(n, m, d, dtype, causal=True), name="causal, rows that see nothing"),
         replace(exact(1, n, d, dtype, causal=True), name="one query, causal"),
         replace(exact(m, 1, d, dtype), name="one key"),
+        replace(exact(m, 1, d, dtype), name="one key, scale 0", scale=0.0),
         replace(exact(m, n, d, dtype, heads=4, kv_heads=2, causal=True), name="two heads share one of k"),
         replace(exact(m, n, d, dtype, batch=2, heads=2, kv_heads=1), name="all heads share one of k"),
         replace(plain, name="scale 0", scale=0.0),
@@ -161,6 +162,7 @@ def hard_cases(dtype, m: int = 7, n: int = 37, d: int = 32) -> list[Case]:
         changed("a NaN in a value", v=put(NAN, middle, d // 2)),
         changed("infinity in a row of q", q=put(INF, m // 2, 0)),
         changed("infinity in a key", k=put(INF, middle, 0)),
+        changed("infinity in a key, scale 0, causal", k=put(INF, middle, 0), causal=True, scale=0.0),
         changed("keys of -infinity", q=put(1, slice(None), 0), k=put(-INF, slice(None), 0)),
         changed("first keys -infinity, causal", q=put(1, slice(None), 0), k=put(-INF, slice(middle), 0), causal=True),
     ]  # fmt: skip
