@@ -118,8 +118,9 @@ def test_nothing(machine, m, n):
 
 @pytest.mark.parametrize("arch", ["75", "80", "86", "89", "90a", "100a", "120a"])
 @pytest.mark.parametrize("d", [32, 64, 96, 128, 160, 192, 224, 256])
-def test_the_tiles_fit_every_architecture(arch, d):
-    tiles = mma.tiles_for(d, arch)
+@pytest.mark.parametrize("vector", [16, 2])
+def test_the_tiles_fit_every_architecture(arch, d, vector):
+    tiles = mma.tiles_for(d, arch, vector)
     most = {"75": 64, "80": 163, "86": 99, "89": 99, "90a": 227, "100a": 227, "120a": 99}[arch]
     assert tiles.shared <= most * 1024
     assert tiles.d >= d
