@@ -114,13 +114,14 @@ lesson.table(
 figure, axes = plt.subplots(1, 2, figsize=(12.5, 4.6), width_ratios=(1.5, 1))
 panels.draw_tiles(axes[0], 1000, 1500, 128, 128)
 panels.draw_tiles(axes[1], 1000, 600, 128, 128)
-axes[1].set_title("1000 queries, 600 keys")
+axes[1].set_title("1000 queries, 600 keys, causal")
 plt.show()
 
 # %% [markdown]
-# Left, masks concern two tiles of every row of tiles, as the diagonal does not meet the tiles' corners, and the last
-# column, which ends at key 1500. Everything else needs no comparison at all. Right, the first 400 queries see nothing:
-# $O = 0$ and $\operatorname{lse} = -\infty$ by definition, and never NaN.
+# Left, 68 of the 96 tiles are computed, and masks concern 16 of these: two in every row of tiles, as the diagonal does
+# not meet the tiles' corners. (In the last row the second of them also ends at key 1500.) The other 52 need no
+# comparison at all. Right, the first 400 queries see nothing: $O = 0$ and $\operatorname{lse} = -\infty$ by definition,
+# and never NaN.
 
 # %%
 cases = [(4096, 4096), (1024, 4096), (1000, 1500), (1000, 600), (1, 4096)]
@@ -128,7 +129,7 @@ rows = []
 for m, n in cases:
     kinds = count.tile_kinds(m, n, 128, 128, causal=True)
     rows.append((m, n, kinds.size, *(int((kinds == kind).sum()) for kind in (count.FULL, count.MASKED, count.SKIPPED))))
-lesson.table(("queries", "keys", "tiles of 128 x 128", "computed", "computed and masked", "skipped"), rows)
+lesson.table(("queries", "keys", "tiles of 128 x 128", "computed whole", "computed and masked", "skipped"), rows)
 
 # %% [markdown]
 # ## The reference
@@ -189,9 +190,10 @@ figure.colorbar(picture, ax=values)
 plt.show()
 
 # %% [markdown]
-# Whenever $m$ steps up, the old sum is worth less: `alpha` is $10^{-6}$ and smaller, and the picture on the right
-# starts anew. After the block with the largest score nothing changes any more, although three of the eight blocks are
-# still to come. That is a sharp head of a real model; with random numbers every block would matter a little.
+# Whenever $m$ steps up, the old sum is worth less: `alpha` is 0.79 after a small step, $10^{-6}$ after a large
+# one, and then the picture on the right starts anew. After the block with the largest score nothing changes any more,
+# although three of the eight blocks are still to come. That is a sharp head of a real model; with random numbers every
+# block would matter a little.
 #
 # ## The kernels
 #
@@ -207,8 +209,8 @@ lesson.show_source(simt, first="for key in range(0, keys", last="multiply_pv")
 # %% [markdown]
 # Read it against the formulas: products, scale, mask (only where the tile touches the diagonal or the end), the
 # recurrence, and the product with V. `keys` is where the block's last row stops seeing anything. The barriers stand
-# between those who write a piece of K or V and those who read it. Words like `late` and `short` are planted faults;
-# they are `False` and 0 here.
+# between those who write a piece of K or V and those who read it. Words like `late` and `short` plant faults, as
+# *Break it* does; they are `False` and 0 here, and `k_free`, `v_ready` and their like, with a barrier each, are `True`.
 
 # %%
 lesson.show_source(simt, part="online_softmax")
@@ -606,7 +608,7 @@ for m, n in ((4096, 4096), (512, 512), (1, 8192)):
     for name, size in nbytes.items():
         limit = "arithmetic" if operations / PEAK > size / BANDWIDTH else "memory"
         rows.append((f"{m} x {n} x 64", name, f"{operations / size:.0f}", limit))
-note = f"An H200 does {PEAK / BANDWIDTH:.0f} operations in the time of a byte."
+note = f"An H200 does {PEAK / BANDWIDTH:.0f} operations in the time of a byte (206 with the data sheet's 4.8 TB/s)."
 lesson.table(("one head", "", "operations a byte", "limited by"), rows, note)
 
 # %% [markdown]
@@ -614,7 +616,23 @@ lesson.table(("one head", "", "operations a byte", "limited by"), rows, note)
 # give. Decoding stays limited by memory whatever one does, as each key is used for one query; there, only the number of
 # multiprocessors that read matters.
 #
-# How long it takes on this computer's GPU, if it has one:
+# What was measured on an H200, beside torch's FlashAttention-2 and cuDNN (columns of all heads together 2048; half of
+# the operations are counted under a causal mask):
+
+# %%
+held = lesson.results("attention")
+rows = []
+for size in held["sizes"] if held else ():
+    for one in size["measured"]:
+        if size["n"] == 4096 and one["name"] == "mma" and one["seconds"]:
+            of = ("-" if one[peer] is None else f"{one[peer]:.2f}" for peer in ("of_fa2", "of_cudnn"))
+            rate = f"{one['flops_per_second'] / 1e12:.0f}"
+            rows.append((size["d"], "causal" if size["causal"] else "all", rate, *of))
+lesson.table(("mma, 4096 tokens, D", "mask", "TFLOP/s", "times FlashAttention-2", "times cuDNN"), rows)
+
+# %% [markdown]
+# About a third of the peak, a little ahead of FlashAttention-2, which is built from the same instructions, and behind
+# cuDNN, which has `wgmma` (lesson 3). On this computer's GPU, if it has one:
 
 # %%
 if machine == "cuda":

@@ -67,7 +67,7 @@ def nested(rows: Sequence[Row], inner: str) -> str:
     """The fastest of each row's inner table, then the inner tables."""
     outer = [{key: value for key, value in row.items() if key != inner} for row in rows]
     fastest = [{**about, **best} for about, row in zip(outer, rows, strict=True) if (best := fastest_of(row[inner]))]
-    text = f"\n**The fastest kernel of each**\n\n{table(fastest)}" if fastest else ""
+    text = f"\n**The fastest kernel of each size**\n\n{table(fastest)}" if fastest else ""
     return text + folded(rows, inner)
 
 

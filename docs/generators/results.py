@@ -77,7 +77,9 @@ def attention(path: Path) -> str:
         "of FlashAttention-2 in torch. `simt` is there to be read and not tuned.\n\n"
     )
     picture = f"\n![TFLOP/s by length, a panel for each D and mask](generated/{PICTURE})\n" if lines(held) else ""
-    tables = pivot(held["sizes"], heads, cell) + picture + folded(held["sizes"], "measured")
+    elements = dict.fromkeys(size["element"] for size in held["sizes"])  # a table each: torch's backends differ
+    each = [pivot([size for size in held["sizes"] if size["element"] == e], heads, cell) for e in elements]
+    tables = "\n".join(each) + picture + folded(held["sizes"], "measured")
     return f"## Attention\n\n{facts}\n{text}{tables}"
 
 

@@ -28,8 +28,9 @@ COLUMNS = (
 """Heading, justification and least width; the least widths align the tables of all kernels. Only ``limit`` wraps."""
 
 LEGEND = (
-    "regs: registers a thread. spill, stack: bytes a thread. shared: KB a block.\n"
-    "blocks: how many a multiprocessor holds. occ.: its warps over its warp slots.\n"
+    "regs: registers a thread. spill (stores and loads), stack: bytes a thread.\n"
+    "shared: KB a block. blocks: how many a multiprocessor holds. occ.: its warps\n"
+    "over its warp slots.\n"
     "limit: what admits no more blocks. notes: blocks on the notes' machine, below.\n"
 )
 
@@ -52,7 +53,7 @@ def resources(
 
     Registers, spills and stack are those of NVIDIA's assembler; blocks follow
     from them and from what a multiprocessor has. The last column asks the same
-    of the machine of the technical notes.
+    of the machine of the notes that this project grew out of, a Hygon DCU.
 
     A remark below a kernel's rows says what no kernel should do: spill, keep
     arrays in local memory, compute in double precision, not fit, and so on.

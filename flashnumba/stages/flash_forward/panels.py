@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_bytes", "draw_running", "draw_tiles"]
 
-KINDS = {FULL: ("computed", "#9ecae1"), MASKED: ("computed and masked", "#fdd49e"), SKIPPED: ("skipped", "#eceff1")}
+KINDS = {
+    FULL: ("computed whole", "#9ecae1"), MASKED: ("computed and masked", "#fdd49e"), SKIPPED: ("skipped", "#eceff1"),
+}  # fmt: skip
 PARTS = {
     "once": ("q, k, v, o once", GREEN), "again": ("k, v again, for every row tile", BLUE),
     "scores": ("S and P, written and read", ORANGE), "parts": ("unfinished states", GREY),
@@ -38,7 +40,7 @@ def draw_tiles(axes: Axes, m: int, n: int, bm: int, bn: int, causal: bool = True
         if count:
             axes.plot([], [], "s", ms=9, color=color, label=f"{words}: {count}")
     axes.set(xlim=(0, n), ylim=(m, 0), xlabel="key", ylabel="query", aspect="equal")
-    axes.set_title(f"S of {m} queries and {n} keys in tiles of {bm} x {bn}")
+    axes.set_title(f"S of {m} queries and {n} keys in tiles of {bm} x {bn}{', causal' if causal else ''}")
     axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16), handletextpad=0.2)
 
 

@@ -140,7 +140,7 @@ def draw_banks(axes: Axes) -> None:
         name = "swizzled" if swizzled else "in order"
         axes.text(left + 4, 8.7, f"{name}: {cycles} cycle{'s' if cycles > 1 else ''}", ha="center", fontsize=9)
     axes.set(xlim=(-0.3, 18.3), ylim=(9.3, -0.3), xticks=[], yticks=[], ylabel="row of the tile")
-    axes.set_title("banks of each 16 bytes; ldmatrix reads a column (red)")
+    axes.set_title("which four of 32 banks, for each 16 bytes; ldmatrix reads a column")
     axes.spines[:].set_visible(False)
 
 
