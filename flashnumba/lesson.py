@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
 __all__ = [
-    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "show_results",
-    "show_source", "speeds", "style", "table", "timed",
+    "Resources", "Source", "Table", "check", "machine", "record_resources", "resources", "results",
+    "show_results", "show_source", "speeds", "style", "table", "timed",
 ]  # fmt: skip
 
 
@@ -206,6 +206,21 @@ def record_resources(names: Sequence[str], arch: str = "90a") -> None:
     write(_record(), compiler(), [_measured(name, arch) for name in names])
 
 
+def results(bench: str) -> dict[str, Any] | None:
+    """What ``flashnumba bench <bench>`` wrote on a GPU, from ``docs/results``; where and when it did is printed.
+
+    Returns:
+        the file as it stands, with ``environment`` and ``sizes``; None, and a word on it, where there is none.
+    """
+    path = folder().parent / "docs" / "results" / f"{bench}.json"
+    if not path.is_file():
+        print(f"docs/results/{bench}.json is not here; `flashnumba bench {bench}` writes it, on a GPU")
+        return None
+    held = json.loads(path.read_text())
+    print(", ".join(f"{key} {value}" for key, value in held["environment"].items()))
+    return held
+
+
 def show_results(kernels: Sequence[str]) -> Table | None:
     """What ``flashnumba bench softmax`` measured, from ``docs/results/softmax.json``.
 
@@ -215,12 +230,9 @@ def show_results(kernels: Sequence[str]) -> Table | None:
     Args:
         kernels: names of kernels; the best of a kernel's variants is shown.
     """
-    path = folder().parent / "docs" / "results" / "softmax.json"
-    if not path.is_file():
-        print("docs/results/softmax.json is not here; `flashnumba bench softmax` writes it, on a GPU")
+    held = results("softmax")
+    if held is None:
         return None
-    held = json.loads(path.read_text())
-    print(", ".join(f"{key} {value}" for key, value in held["environment"].items()))
 
     def best(size: dict[str, Any], name: str) -> str:
         found = [m["of_copy"] for m in size["measured"] if m["name"].split()[0] == name and m.get("of_copy")]

@@ -127,3 +127,15 @@ def test_results_are_shown_as_they_were_written(monkeypatch, tmp_path, capsys):
     assert shown.header == ("element", "rows", "columns", "a", "b", "torch.softmax")
     assert shown.rows == (("float16", "8", "128", "90%", "-", "80%"),)
     assert "Share of a device copy's speed" in shown.note
+
+
+def test_results_of_any_bench_are_read_as_they_stand(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(lesson, "folder", lambda: tmp_path / "lessons")
+    assert lesson.results("gemm") is None
+    said = "docs/results/gemm.json is not here; `flashnumba bench gemm` writes it, on a GPU\n"
+    assert capsys.readouterr().out == said
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    written = {"environment": {"device": "H200", "torch": "2"}, "sizes": [{"m": 8, "measured": []}]}
+    (tmp_path / "docs" / "results" / "gemm.json").write_text(json.dumps(written))
+    assert lesson.results("gemm") == written
+    assert capsys.readouterr().out == "device H200, torch 2\n"

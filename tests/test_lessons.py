@@ -39,6 +39,12 @@ SHOWN = {
         "no fault", "above the budget", "within the budget", "without: -inf nan", "masked row: [0. 0. 0.]",
         "Deadlock: no thread of the block can go on", "which stay 0x0", "to mend it",
     ],
+    "03_gemm": [
+        "Race: thread 1 writes shared byte 4 (a_tile[0, 1])", "which thread 0 read", "ReadInFlight: shared byte 128",
+        "before the wait for the asynchronous copy", "above the budget", "ReadInFlight: shared byte 1024",
+        "before the wait for the bulk copy", "Deadlock: no thread of the block can go on",
+        "16 bytes came that no thread expected", "no fault; error", "above the budget",
+    ],
     "04_flash_forward": [
         "ReadInFlight: shared byte", "before the wait for the asynchronous copy", "Race: thread", "multiply_pv",
         "Race: thread", "put_k(raw, piece)", "mma: error", "above the budget", "simt: error", "above the budget",

@@ -40,7 +40,7 @@ MOST_BLOCKS = 2**31 - 1
 LARGE = Tiles()
 MEDIUM = Tiles(64, 64, tm=8, tn=8, min_blocks=4)
 SMALL = Tiles(32, 32, tm=4, tn=4, min_blocks=8)
-CHOICES = (Choice(LARGE, 1.0), Choice(MEDIUM, 0.7), Choice(SMALL, 0.35))
+CHOICES = (Choice(LARGE, 1.0), Choice(MEDIUM, 0.93), Choice(SMALL, 0.62))
 
 
 def tier(shape: Shape) -> str:

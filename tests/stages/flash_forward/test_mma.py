@@ -193,3 +193,20 @@ def test_planted_faults(fault, tiles):
 def test_every_fault_that_can_be_planted_is_tested():
     for fault in mma.FAULTS:
         assert fault in FAULTS
+
+
+@pytest.mark.parametrize("name", ["mma", "split"])
+def test_offsets_beyond_32_bits(name):
+    """Batches lie 2^31 elements apart in memory that is mostly never touched."""
+    small = normal(3, 20, 32, np.float16, batch=2)
+
+    def far(x):
+        wide = np.lib.stride_tricks.as_strided(
+            np.zeros(2**31 + 4096, x.dtype)[8:], x.shape, (2**32, *x.strides[1:]), writeable=True
+        )
+        wide[...] = x
+        return wide
+
+    case = small.with_arrays("far apart", far)
+    plan = with_tiles(SMALL["two slots"]) if name == "mma" else mma.PLANS["split"]
+    assert_attention(run(plan, case), case)
