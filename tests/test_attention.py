@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -133,6 +134,20 @@ def test_jax():
         expected = jax.numpy.einsum("hmn,hnd->hmd", jax.nn.softmax(s, axis=-1), v.astype("float32"))
         assert jax.numpy.allclose(o.astype("float32"), expected, atol=2e-2)
         assert jax.numpy.allclose(lse, jax.nn.logsumexp(s, axis=-1), atol=1e-5)
+
+
+def test_jax_results_lie_where_q_lies():
+    pytest.importorskip("jax")
+    code = """
+import jax
+from flashnumba import attention
+default, other = jax.devices()
+for device in (default, other):
+    q = jax.device_put(jax.numpy.ones((3, 8)), device)
+    assert all(x.devices() == {device} for x in attention(q, q, q, return_lse=True, backend="numpy"))
+"""
+    asked = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **asked}, check=True)
 
 
 class Exporter:

@@ -86,10 +86,11 @@ def test_what_is_another_kind(once, fake_gpu, fake_torch):
     for change in others:
         with pytest.raises(pytest.fail.Exception, match="looked a second time"):
             attention(**{"q": q, "k": k, "v": v, **base, **change})
-    asks = Tensor(0x10000, q.dtype, q.shape)
-    asks.requires_grad = True
-    with pytest.raises(pytest.fail.Exception, match="looked a second time"):
-        attention(asks, k, v, **base)
+    for name, value in (("requires_grad", True), ("negated", True), ("pointer", 0), ("pointer", None)):
+        other = Tensor(0x10000, q.dtype, q.shape)
+        setattr(other, name, value)
+        with pytest.raises(pytest.fail.Exception, match="looked a second time"):
+            attention(other, k, v, **base)
 
 
 def test_numbers_that_are_equal_are_not_taken_for_one_another(once, fake_gpu, fake_torch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -46,6 +48,10 @@ def with_heads(n, dtype=np.float16):
         ({"causal": None}, TypeError, "causal is None; it must be True or False"),
         ({"scale": "1"}, TypeError, "scale is '1'; it must be a real number"),
         ({"scale": True}, TypeError, "scale is True; it must be a real number"),
+        ({"scale": np.timedelta64(1)}, TypeError, r"scale is np\.timedelta64\(1\); it must be a real number"),
+        ({"scale": 10**400}, ValueError, "scale is of type int and beyond float64; it must be a finite number"),
+        ({"scale": -(10**5000)}, ValueError, "scale is of type int and beyond float64; it must be a finite number"),
+        ({"scale": Fraction(10**400)}, ValueError, "scale is of type Fraction and beyond float64"),
         ({"scale": 1j}, TypeError, "scale is 1j; it must be a real number"),
         ({"scale": NAN}, ValueError, "scale is nan; it must be a finite number"),
         ({"scale": -INF}, ValueError, "scale is -inf; it must be a finite number"),

@@ -10,7 +10,7 @@ Strides are in bytes and may have any value: zero (a broadcast axis) and negativ
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -55,6 +55,7 @@ class Described:
         readonly: whether its owner forbids writing.
         element: the owner's element name, e.g. ``bfloat16``.
         stream: a stream its owner asks to be followed, or None.
+        place: the device of a JAX array in host memory, as JAX names it.
     """
 
     pointer: int
@@ -66,6 +67,7 @@ class Described:
     readonly: bool
     element: str
     stream: int | None = None
+    place: Any = None
 
     @property
     def contiguous(self) -> bool:
@@ -119,7 +121,13 @@ def is_array(value: Any) -> bool:
     if isinstance(value, np.generic | int | float | complex | str | bytes):
         return False
     known = isinstance(value, Described) or library_of(value)
-    return bool(known) or hasattr(value, "__cuda_array_interface__") or hasattr(value, "__dlpack__")
+    return bool(known) or exports(value, "__cuda_array_interface__") or exports(value, "__dlpack__")
+
+
+def exports(value: Any, protocol: str) -> bool:
+    """Whether ``value`` is an object that offers a protocol; the class of such objects offers none."""
+    names = (protocol, "__dlpack_device__") if protocol == "__dlpack__" else (protocol,)
+    return not isinstance(value, type) and all(getattr(value, name, None) is not None for name in names)
 
 
 def kernel_dtype(element: str, name: str) -> np.dtype:
@@ -169,12 +177,13 @@ def describe(array: Any, name: str = "array") -> Described:
         )
     if library == "jax":
         return _describe_jax(array, name)
-    if hasattr(array, "__cuda_array_interface__"):
+    if exports(array, "__cuda_array_interface__"):
         return _describe_interface(array, name, library or "dlpack")
-    if hasattr(array, "__dlpack__"):
+    if exports(array, "__dlpack__"):
         return _describe_dlpack(array, name)
+    what = f"the class {array.__name__}" if isinstance(array, type) else f"a {type(array).__name__}"
     raise TypeError(
-        f"{name} is a {type(array).__name__}; it must be a NumPy, torch, CuPy, JAX or numba array, "
+        f"{name} is {what}; it must be a NumPy, torch, CuPy, JAX or numba array, "
         "or offer __cuda_array_interface__ or __dlpack__"
     )
 
@@ -182,15 +191,28 @@ def describe(array: Any, name: str = "array") -> Described:
 def _describe_torch(array: Any, name: str) -> Described:
     element = str(array.dtype).removeprefix("torch.")
     dtype = kernel_dtype(element, name)
+    if array.is_nested:
+        raise ValueError(f"{name} is a nested tensor; it must be an ordinary one, e.g. {name}.to_padded_tensor(0.0)")
     if str(array.layout) != "torch.strided":
         raise ValueError(f"{name} has layout {array.layout}; it must be a strided tensor, e.g. {name}.to_dense()")
     where = array.device
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {where}; it must be on cpu or cuda")
+    if array.is_neg():  # what lies in memory has the other sign
+        raise ValueError(f"{name} is a view that torch negates when it reads it; pass {name}.resolve_neg()")
+    try:
+        pointer = array.data_ptr()
+    except RuntimeError:
+        pointer = None
+    if pointer is None or (pointer == 0 and array.numel()):
+        raise TypeError(
+            f"{name} is a tensor without memory, as torch.func (vmap, grad, jvp) and tracers make them; it must be one "
+            "with values"
+        )
     on_gpu = where.type == "cuda"
     size = dtype.itemsize
     return Described(
-        array.data_ptr(), dtype, tuple(array.shape), tuple(s * size for s in array.stride()),
+        pointer, dtype, tuple(array.shape), tuple(s * size for s in array.stride()),
         "torch-cuda" if on_gpu else "torch-cpu", array.get_device() if on_gpu else None, False, element,
     )  # fmt: skip
 
@@ -212,6 +234,10 @@ def _describe_numpy(array: np.ndarray, name: str, kind: str) -> Described:
 def _describe_jax(array: Any, name: str) -> Described:
     element = array.dtype.name
     dtype = kernel_dtype(element, name)
+    if isinstance(array, sys.modules["jax"].core.Tracer):
+        raise TypeError(f"{name} is traced by JAX; it must be an array with values, outside of jit, grad and vmap")
+    if array.is_deleted():
+        raise ValueError(f"{name} has been deleted, or donated to a function of JAX; it must still have its memory")
     devices = list(array.devices())
     if len(devices) != 1:
         raise ValueError(
@@ -219,7 +245,7 @@ def _describe_jax(array: Any, name: str) -> Described:
         )
     (device,) = devices
     if device.platform == "cpu":
-        return _describe_numpy(np.asarray(array), name, "jax")
+        return replace(_describe_numpy(np.asarray(array), name, "jax"), place=device)
     if device.platform not in ("gpu", "cuda"):
         raise ValueError(f"{name} is on {device}; it must be on a CPU or a CUDA device")
     shape = tuple(array.shape)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashnumba.machine.prepared import Fixed
     from flashnumba.stages import heads, rows
 
-__all__ = ["Recipe", "Recipes", "kind", "of_heads", "of_rows", "rows_key"]
+__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_heads", "of_rows", "rows_key"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,21 @@ def kind(tensor: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None or tensor.__class__ is not torch.Tensor or not tensor.is_cuda or tensor.requires_grad:
         return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), tensor.data_ptr() & 15
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # of torch.func, or a tracer's; some have the address 0
+        return None
+    if not address or tensor.is_neg() or has_tangent(tensor):
+        return None
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.get_device(), address & 15
+
+
+def has_tangent(array: Any) -> bool:
+    """Whether ``array`` is a torch tensor with a tangent of the forward-mode differentiation that is under way."""
+    forward = sys.modules.get("torch.autograd.forward_ad")
+    if forward is None or getattr(forward, "_current_level", 0) < 0:
+        return False
+    return isinstance(array, sys.modules["torch"].Tensor) and forward.unpack_dual(array).tangent is not None
 
 
 # -- functions over rows -----------------------------------------------------------------------------------------------

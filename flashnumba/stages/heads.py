@@ -45,9 +45,9 @@ class Shape:
         element: float16, bfloat16 or float32, of q, k, v and o.
         batch, heads, kv_heads, m, n, d: sizes.
         causal: key j is visible to row i iff ``j <= i + n - m``.
-        vector: bytes of the widest vector that is aligned in every row of q, k, v and o: 16 down to one element; one
-            element's where the last axis of one of them is not packed, or rows lie in reverse or more than
-            :data:`MOST_APART` bytes apart.
+        vector: bytes of the widest vector that is aligned in every row of q, k, v and o, and would be in rows after the
+            last: 16 down to one element; one element's where the last axis of one of them is not packed, or rows lie in
+            reverse or more than :data:`MOST_APART` bytes apart.
         arch: compute capability it runs on.
         multiprocessors: of the GPU.
     """
@@ -267,16 +267,24 @@ def check_scale(scale: Any, d: int) -> float:
     """
     if scale is None:
         return 1 / math.sqrt(d)
-    if isinstance(scale, bool | np.bool_) or not isinstance(scale, Real | np.floating | np.integer):
+    is_number = isinstance(scale, Real | np.floating | np.integer)
+    if not is_number or isinstance(scale, bool | np.bool_ | np.timedelta64):
         raise TypeError(f"scale is {scale!r}; it must be a real number, or None for 1 / sqrt(D)")
-    value = float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:  # more digits than may be worth a line, or than Python prints
+        raise ValueError(
+            f"scale is of type {type(scale).__name__} and beyond float64; it must be a finite number of at most 2e38, "
+            "or None for 1 / sqrt(D)"
+        ) from None
     if not math.isfinite(value) or abs(value) > 2e38:
         raise ValueError(f"scale is {scale!r}; it must be a finite number of at most 2e38, or None for 1 / sqrt(D)")
     return value
 
 
 def widest(*arrays: Described) -> int:
-    """Bytes of the widest vector, 16 down to one element, at multiples of whose size every row begins and ends."""
+    """Bytes of the widest vector, 16 down to one element, at multiples of whose size every row begins and ends, and
+    would after the last: a tile copies no byte of rows that are not there, but from an address all the same."""
     itemsize = arrays[0].dtype.itemsize
     odd = 16
     for array in arrays:
@@ -285,7 +293,7 @@ def widest(*arrays: Described) -> int:
             return itemsize
         if outer[-1][0] > 1 and not 0 <= outer[-1][1] <= MOST_APART:
             return itemsize
-        odd |= array.pointer | last[0] * itemsize
+        odd |= array.pointer | last[0] * itemsize | outer[-1][1]
         for n, stride in outer:
             odd |= stride if n > 1 else 0
     return odd & -odd

@@ -13,6 +13,7 @@ import numpy as np
 from flashnumba.machine import gpu
 from flashnumba.machine.arrays import Described, describe, host_view
 from flashnumba.machine.streams import current_stream, stream_handle
+from flashnumba.stages.again import has_tangent
 
 __all__ = ["EMULATED_ARCH", "MACHINES", "check_machine", "finish", "library_stream", "machine_of", "overlaps_itself",
            "packed_copy", "refuse_gradients", "write_back", "zeros"]  # fmt: skip
@@ -28,10 +29,16 @@ def check_machine(machine: str) -> None:
 
 
 def refuse_gradients(**arrays: Any) -> None:
-    """ValueError for a torch tensor whose gradient would be lost."""
+    """ValueError for a torch tensor whose gradient, or tangent in forward mode, would be lost."""
+    torch = sys.modules.get("torch")
     for name, array in arrays.items():
-        if getattr(array, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        if getattr(array, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, and this function records none; pass {name}.detach()")
+        if has_tangent(array):
+            raise ValueError(
+                f"{name} has a tangent, and this function has none to return; pass "
+                f"torch.autograd.forward_ad.unpack_dual({name}).primal"
+            )
 
 
 def machine_of(machine: str, found: Described, name: str) -> tuple[str, str]:
@@ -87,7 +94,8 @@ def zeros(words: int, found: Described) -> Any:
 
 
 def finish(result: Any, found: Described, stream: Any, *, given: bool = False) -> Any:
-    """What the caller gets of a result made beside ``found``: JAX's own kind, and nothing pending that JAX cannot see.
+    """What the caller gets of a result made beside ``found``: JAX's own kind, on the same device, and nothing pending
+    that JAX cannot see.
 
     Args:
         given: the caller brought the result's memory, and gets that.
@@ -95,7 +103,11 @@ def finish(result: Any, found: Described, stream: Any, *, given: bool = False) -
     if found.kind != "jax":
         return result
     if found.device is None:
-        return result if given else sys.modules["jax"].numpy.asarray(result)
+        if given:
+            return result
+        jax = sys.modules["jax"]
+        with jax.default_device(found.place):  # by itself JAX would take its default, a GPU if there is one
+            return jax.numpy.asarray(result)
     # JAX's streams cannot be followed, so nothing may be pending when it gets the result.
     gpu.call(gpu.bindings().cuStreamSynchronize, 0 if stream is None else stream_handle(stream))
     return result
@@ -126,7 +138,7 @@ def packed_copy(array: Any, found: Described, name: str, why: str) -> tuple[Any,
     if found.device is None:
         host = host_view(array, name).copy(order="C")
         host = host.view(array.dtype) if isinstance(array, np.ndarray) else host
-        return host, replace(describe(host, name), element=found.element, kind=found.kind)
+        return host, replace(describe(host, name), element=found.element, kind=found.kind, place=found.place)
     if found.kind == "torch-cuda":
         array = array.contiguous()
     elif found.kind == "cupy":

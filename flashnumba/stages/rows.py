@@ -147,7 +147,7 @@ def prepare_rows(
         result, copied, packed = out, None, False
         if 0 in found.shape:
             shape = Shape(found.element, 0, 0, ITEMSIZE[found.element], arch)
-            return Rows(shape, x, out, machine, device, stream, found, result)
+            return Rows(shape, x, out, machine, device, stream, found, result, given=given)
         if _collapsed(found) is None:
             why = "its rows do not lie at one distance from each other"
             x, found = packed_copy(x, found, "x", why)

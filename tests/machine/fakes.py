@@ -67,7 +67,7 @@ class Tensor:
     """As much of a CUDA torch tensor as a launch looks at."""
 
     layout = "torch.strided"
-    is_cuda, requires_grad = True, False
+    is_cuda, requires_grad, is_nested, negated = True, False, False, False
 
     def __init__(self, pointer, dtype, shape, stride=None, device=0):
         self.pointer, self.dtype, self.shape, self.ordinal = pointer, dtype, tuple(shape), device
@@ -75,7 +75,12 @@ class Tensor:
         self.device = SimpleNamespace(type="cuda", index=device)
 
     def data_ptr(self):
+        if self.pointer is None:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
         return self.pointer
+
+    def is_neg(self):
+        return self.negated
 
     def stride(self):
         return self._stride

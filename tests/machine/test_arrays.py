@@ -66,6 +66,9 @@ def test_empty_and_scalar_arrays(shape):
     ("value", "error", "message"),
     [
         ([1, 2], TypeError, "q is a list; it must be a NumPy, torch, CuPy, JAX or numba array"),
+        (np.ndarray, TypeError, "q is the class ndarray; it must be a NumPy, torch"),
+        (SimpleNamespace(__dlpack__=None), TypeError, "q is a SimpleNamespace; it must be a NumPy, torch"),
+        (SimpleNamespace(__dlpack__=lambda **options: None), TypeError, "q is a SimpleNamespace; it must be"),
         (np.zeros(2, np.complex64), TypeError, "q has elements of type complex64; a kernel takes bool, int8"),
         (np.zeros(2, ">f4"), TypeError, "q is byte-swapped"),
         (np.zeros(9, np.uint8)[1:].view(np.float32), ValueError, "q is not aligned to the 4 bytes of float32"),
@@ -78,7 +81,7 @@ def test_what_is_refused(value, error, message):
 
 def test_what_an_array_is():
     assert is_array(np.zeros(()))
-    for other in (1, 2.0, np.float32(1), "x", None, [1]):
+    for other in (1, 2.0, np.float32(1), "x", None, [1], np.ndarray):
         assert not is_array(other)
 
 
@@ -174,6 +177,34 @@ def test_torch_cpu():
         describe(torch.zeros(2, device="meta"), "q")
     with pytest.raises(TypeError, match="elements of type complex64"):
         describe(torch.zeros(2, dtype=torch.complex64), "q")
+    with pytest.raises(ValueError, match="q is a nested tensor"):
+        describe(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "q")
+
+
+def test_torch_tensors_whose_memory_is_not_what_they_say():
+    torch = pytest.importorskip("torch")
+    z = torch.full((2, 3), 1 + 2j)
+    assert host_view(z.imag)[0, 0] == 2
+    with pytest.raises(ValueError, match=r"q is a view that torch negates when it reads it; pass q\.resolve_neg\(\)"):
+        describe(z.conj().imag, "q")
+    assert host_view(z.conj().imag.resolve_neg())[0, 0] == -2
+    x, seen = torch.ones(2, 3), []
+
+    def look(x):
+        with pytest.raises(TypeError, match="q is a tensor without memory"):
+            describe(x, "q")
+        seen.append(x)
+        return x.sum()
+
+    torch.func.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.jvp(look, (x,), (x,))
+    torch.func.functionalize(look)(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "data_ptr", lambda self: 0)  # fake tensors have that address, or none
+        look(x)
+        assert describe(x[:0]).shape == (0, 3)
+    assert len(seen) == 5
 
 
 def test_jax_cpu():
@@ -185,6 +216,12 @@ def test_jax_cpu():
     assert (found.kind, found.device, found.readonly, found.element) == ("jax", None, True, "bfloat16")
     assert host_view(x).view(ml_dtypes.bfloat16).tolist() == [0, 1, 2, 3, 4, 5]
     assert isinstance(empty_like_kind(x, (2,)), np.ndarray)
+    for traced in (jax.jit, jax.vmap, jax.make_jaxpr):
+        with pytest.raises(TypeError, match="q is traced by JAX; it must be an array with values"):
+            traced(lambda x: describe(x, "q"))(x)
+    x.delete()
+    with pytest.raises(ValueError, match="q has been deleted"):
+        describe(x, "q")
 
 
 @pytest.mark.gpu

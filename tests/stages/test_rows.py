@@ -6,6 +6,7 @@ import pytest
 from flashnumba.machine.arrays import describe
 from flashnumba.stages import rows
 from flashnumba.stages.host import overlaps_itself
+from flashnumba.stages.softmax.simt import softmax
 
 
 def collapsed(array):
@@ -63,6 +64,13 @@ def test_an_output_that_overlaps_itself():
     assert not overlaps_itself(describe(np.zeros((3, 5), np.float32).T[::-1]))
 
 
+@pytest.mark.parametrize("rows_of_x", [0, 2])
+def test_an_output_that_is_given_is_returned(rows_of_x):
+    jax = pytest.importorskip("jax")
+    out = np.zeros((rows_of_x, 3), np.float32)
+    assert softmax(jax.numpy.zeros((rows_of_x, 3)), out, machine="emulator") is out
+
+
 def test_masked_arrays_are_refused():
     with pytest.raises(TypeError, match="x is a masked array"):
         rows.prepare_rows(np.ma.zeros((2, 3), dtype=np.float32), None, "auto", ("a",), "emulator", None)
@@ -75,6 +83,21 @@ def test_a_gradient_is_not_dropped_silently():
         rows.prepare_rows(x, None, "auto", ("a",), "emulator", None)
     with torch.no_grad():
         rows.prepare_rows(x, None, "auto", ("a",), "emulator", None)
+
+
+def test_a_tangent_is_not_dropped_silently():
+    torch = pytest.importorskip("torch")
+    from torch.autograd import forward_ad
+
+    x = torch.ones(2, 3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(
+            ValueError, match=r"x has a tangent.*pass torch\.autograd\.forward_ad\.unpack_dual\(x\)\.primal"
+        ):
+            rows.prepare_rows(dual, None, "auto", ("a",), "emulator", None)
+        rows.prepare_rows(forward_ad.unpack_dual(dual).primal, None, "auto", ("a",), "emulator", None)
+    rows.prepare_rows(dual, None, "auto", ("a",), "emulator", None)
 
 
 def test_names_that_are_no_strings():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import Described, describe, empty_like_kind, host_view
 from flashnumba.machine.streams import stream_handle
+from flashnumba.stages.again import kind
 from flashnumba.stages.gemm import mma, simt, wgmma
 from flashnumba.stages.gemm.lines import Operand, prepare
 from flashnumba.stages.gemm.problem import Plan, Shape
@@ -185,15 +185,12 @@ class Recipes:
     @staticmethod
     def key(a: Any, b: Any, out: Any, kernel: str, machine: str, stream: Any) -> Any:
         """What a recipe depends on; None for arguments that are looked at each time."""
-        torch = sys.modules.get("torch")
-        if torch is None or out is not None or stream is not None or machine == "emulator":
+        if out is not None or stream is not None or machine == "emulator":
             return None
         if not (isinstance(kernel, str) and isinstance(machine, str)):
             return None
-        if any(x.__class__ is not torch.Tensor or not x.is_cuda or x.requires_grad for x in (a, b)):
-            return None
-        kinds = ((x.dtype, x.shape, x.stride(), x.get_device(), x.data_ptr() & 15) for x in (a, b))
-        return (kernel, machine, *kinds)
+        of_a, of_b = kind(a), kind(b)
+        return None if of_a is None or of_b is None else (kernel, machine, of_a, of_b)
 
     def add(self, key: Any, plan: Plan, seen: tuple[Any, Any, Any], given: tuple[Any, Any, Any]) -> None:
         """Keep a plan that worked on the caller's tensors themselves."""

@@ -19,7 +19,7 @@ from tests.stages.rowwise import DTYPES, INF, NAN, Guarded, names
 
 __all__ = [
     "DTYPES", "LAYOUTS", "SIZES", "Case", "assert_attention", "caught", "exact", "hard_case", "hard_cases", "laid_out",
-    "names", "normal", "plan_for", "right", "run",
+    "names", "normal", "one_odd_row", "plan_for", "right", "run",
 ]  # fmt: skip
 
 SIZES = (1, 7, 15, 31, 33, 63, 100)
@@ -239,6 +239,20 @@ def laid_out(case: Case) -> Iterator[Case]:
     yield case.with_arrays("all heads one in k and v", lambda x: np.broadcast_to(x[:, :1], x.shape), "kv")
     yield case.with_arrays("all rows one in q", lambda x: np.broadcast_to(x[:, :, :1], x.shape), "q")
     yield case.with_arrays("all columns one in v", lambda x: np.broadcast_to(x[..., :1], x.shape), "v")
+
+
+def one_odd_row(n: int, d: int, dtype=np.float16) -> Case:
+    """One query and n = 0 or 1 keys, each aligned to 16 bytes, out of rows that are one element longer than d: a next
+    row would not be aligned. Numbers for a GPU's whole tile lie behind them."""
+
+    def out_of_longer_rows(x):
+        wide = np.full((*x.shape[:2], 64, d + 1), NAN, x.dtype)
+        assert wide.ctypes.data % 16 == 0
+        rows = wide[..., : x.shape[2], :d]
+        rows[...] = x
+        return rows
+
+    return normal(1, n, d, dtype).with_arrays(f"{n} keys out of rows of {d + 1}", out_of_longer_rows)
 
 
 # -- launching and judging ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from tests.stages.flash_forward.attention_cases import (
     hard_cases,
     laid_out,
     normal,
+    one_odd_row,
     run,
 )
 
@@ -91,6 +92,14 @@ def test_layouts(machine, case):
 def test_layouts_that_are_read_16_bytes_at_a_time(machine, layout):
     case = normal(19, 37, 32, np.float16, batch=2, heads=2).with_arrays(layout, LAYOUTS[layout])
     assert case.shape.vector == 16
+    assert_attention(run(with_tiles(SMALL["two slots"]), case, machine), case)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_single_row_out_of_rows_that_are_not_aligned(machine, n):
+    """Rows that are not there are not read, but their addresses must be aligned too."""
+    case = one_odd_row(n, 32)
+    assert case.shape.vector == 2
     assert_attention(run(with_tiles(SMALL["two slots"]), case, machine), case)
 
 

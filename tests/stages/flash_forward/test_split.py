@@ -19,6 +19,7 @@ from tests.stages.flash_forward.attention_cases import (
     hard_cases,
     laid_out,
     normal,
+    one_odd_row,
     run,
 )
 
@@ -72,6 +73,12 @@ def test_lengths(machine, n):
 
 @pytest.mark.parametrize("case", list(laid_out(normal(3, 37, 16, np.float16, heads=2, causal=True))), ids=str)
 def test_layouts(machine, case):
+    assert_attention(run(with_splits(2), case, machine), case)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_a_single_row_out_of_rows_that_are_not_aligned(machine, n):
+    case = one_odd_row(n, 32)
     assert_attention(run(with_splits(2), case, machine), case)
 
 
