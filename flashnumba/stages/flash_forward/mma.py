@@ -240,7 +240,7 @@ def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
     if number < 80:
         return AttentionTiles(d, 64, 32) if d <= 128 else AttentionTiles(d, 32, 16, warps=2)
     if vector < 16:  # addresses of narrow copies take registers
-        return AttentionTiles(d, 64, 64 if d <= 128 else 32)
+        return AttentionTiles(d, 64, 64 if d <= 128 and vector > 2 else 32)
     if d > 128:
         return AttentionTiles(d, 64, 64, q_held=3 if d > 192 else 2)
     if number == 90:
