@@ -95,6 +95,20 @@ def test_layouts_that_are_read_16_bytes_at_a_time(machine, layout):
     assert_attention(run(with_tiles(SMALL["two slots"]), case, machine), case)
 
 
+@pytest.mark.parametrize("tiles", ["one slot", "two slots"])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_keys_and_values_at_distances_of_their_own(machine, tiles, which):
+    case = normal(5, 100, 32, np.float16).with_arrays("longer rows", LAYOUTS["longer rows"], which)
+    assert_attention(run(with_tiles(SMALL[tiles]), case, machine), case)
+
+
+@pytest.mark.parametrize("tiles", SMALL)
+def test_a_step_that_only_the_last_row_of_a_block_sees(machine, tiles):
+    for m in (40, 80):  # blocks of 32 rows, and of 64: key 32, or 64, is the first of a step
+        case = normal(m, m + 1, 32, np.float16, causal=True)
+        assert_attention(run(with_tiles(SMALL[tiles]), case, machine), case)
+
+
 @pytest.mark.parametrize("n", [0, 1])
 def test_a_single_row_out_of_rows_that_are_not_aligned(machine, n):
     """Rows that are not there are not read, but their addresses must be aligned too."""
@@ -149,7 +163,7 @@ def test_the_tiles_that_are_launched(machine):
         ({"d": 288}, "d is 288"),
         ({"bm": 48}, "bm is 48"),
         ({"bn": 24}, "bm and bn are 64 and 24"),
-        ({"slots": 3}, "slots is 3"),
+        ({"slots": 5}, "slots is 5"),
         ({"q_held": 9}, "q_held 9"),
         ({"d": 256, "bm": 128}, "take 320 registers"),
     ],
@@ -157,6 +171,11 @@ def test_the_tiles_that_are_launched(machine):
 def test_tiles_that_do_not_fit_say_so(sizes, words):
     with pytest.raises(ValueError, match=words):
         AttentionTiles(**{"d": 64, "bm": 64, "bn": 64, "warps": 4, **sizes})
+
+
+def test_a_schedule_of_three_slots_says_so():
+    with pytest.raises(ValueError, match="slots is 3; this schedule has one or two"):
+        mma.make_mma(AttentionTiles(32, 32, 32, warps=2, slots=3), "float16")
 
 
 def test_what_tensor_cores_do_not_take():

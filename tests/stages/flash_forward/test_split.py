@@ -16,6 +16,7 @@ from flashnumba.tiles.attention import AttentionTiles
 from tests.stages.flash_forward.attention_cases import (
     assert_attention,
     caught,
+    hard_case,
     hard_cases,
     laid_out,
     normal,
@@ -26,12 +27,14 @@ from tests.stages.flash_forward.attention_cases import (
 SMALL = AttentionTiles(32, 16, 16, warps=1, slots=2)
 
 
-def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = ""):
-    """A planner for given tiles and number of parts."""
+def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = "", warps: int = 0):
+    """A planner for given tiles and number of parts, merged by so many warps if not by those that are planned."""
 
     def plan(shape: Shape) -> Plan:
         kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
-        merge = make_merge(tiles.d, shape.element, warps_for(splits), wide=shape.d % 4 == 0, broken=merge_broken)
+        merge = make_merge(
+            tiles.d, shape.element, warps or warps_for(splits), wide=shape.d % 4 == 0, broken=merge_broken
+        )
         units = -(-shape.m * shape.group // tiles.bm) * shape.kv_heads * shape.batch
         sizes = (splits, shape.batch, shape.heads, shape.m)
         return Plan(
@@ -65,10 +68,19 @@ def test_head_dimensions(machine, d):
     assert_attention(run(with_splits(3, AttentionTiles(-(-d // 32) * 32, 16, 32, warps=1)), case, machine), case)
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 63, 100])
-def test_lengths(machine, n):
-    case = normal(2, n, 32, np.float16, heads=6, kv_heads=2)
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 33, 63, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(machine, n, causal):
+    """At 17 and 33 the last row alone sees a step of one key."""
+    case = normal(2, n, 32, np.float16, heads=6, kv_heads=2, causal=causal)
     assert_attention(run(with_splits(4), case, machine), case)
+
+
+@pytest.mark.parametrize("name", ["a maximum that grows", "a maximum that comes first", "normal"])
+def test_more_parts_than_are_merged_at_once(machine, name):
+    """What a warp has is rescaled by what its next parts bring."""
+    case = hard_case(name, np.float16, n=300)
+    assert_attention(run(with_splits(19, warps=1), case, machine), case)
 
 
 @pytest.mark.parametrize("case", list(laid_out(normal(3, 37, 16, np.float16, heads=2, causal=True))), ids=str)
