@@ -130,7 +130,8 @@ def test_the_offline_gate_reads_the_ladder(monkeypatch):
     monkeypatch.setattr(flashnumba.ladder, "compile_cases", lambda: iter((good, bad)), raising=False)
     module = offline_gate()
     module.test_the_ladder_has_kernels_of_different_names()
-    assert [(c.name, arch) for c, arch in module.CASES] == [
+    assert [(c.name, arch) for c, arch in module.CASES] == [("copies", "75"), ("doubles", "90a")]
+    assert [(c.name, arch) for c, arch in module.EVERY] == [
         ("copies", "75"), ("copies", "80"), ("copies", "86"), ("copies", "89"), ("copies", "90a"), ("copies", "100a"),
         ("copies", "120a"), ("doubles", "90a"),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flashnumba.ladder import compile_cases
-from flashnumba.machine.compiler import why_not
+from flashnumba.machine.compiler import CompileCase, why_not
 from flashnumba.machine.gate import problems
 from flashnumba.machine.resources import read
 
@@ -26,7 +26,9 @@ SPILLS_THAT_PAY: dict[tuple[str, str], int] = {
 LADDER = list(compile_cases())
 EVERY = [(case, arch) for case in LADDER for arch in case.architectures]
 ALL = os.environ.get("FLASHNUMBA_GATE") == "all"
-FIRST = {case.name.split()[0]: case for case in reversed(LADDER)}
+FIRST: dict[str, CompileCase] = {}
+for _case in LADDER:
+    FIRST.setdefault(_case.name.split()[0], _case)
 CASES = EVERY if ALL else [(c, c.architectures[i % len(c.architectures)]) for i, c in enumerate(FIRST.values())]
 """What is compiled here: the first case of each kernel for one of its architectures, in turn; with FLASHNUMBA_GATE=all
 everything, which takes some twenty-five minutes on two cores. The record that ``flashnumba resources --json`` wrote
