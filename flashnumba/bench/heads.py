@@ -15,7 +15,7 @@ from flashnumba.compare import Comparison, compare
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import empty_like_kind
 from flashnumba.stages.flash_forward.reference import dense, low_precision
-from flashnumba.stages.heads import Plan, Shape, prepare_heads, signature
+from flashnumba.stages.heads import SCRATCH, Plan, Shape, prepare_heads, signature
 
 __all__ = [
     "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "launches", "peer", "settings", "shape_of",
@@ -76,7 +76,7 @@ def _launches(plan: Plan, q: Any, k: Any, v: Any, causal: bool, machine: str) ->
         result.fill_(float("nan"))
     known = {**heads.arrays, "scale": np.float32(heads.scale), "causal": np.int32(causal)}
     for name, shape in plan.scratch.items():
-        known[name] = empty_like_kind(heads.results[0], shape, "float32")
+        known[name] = empty_like_kind(heads.results[0], shape, SCRATCH[name][0])
     steps = []
     for launch in plan.launches:
         types = signature(heads.shape.element, launch.args)

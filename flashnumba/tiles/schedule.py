@@ -58,15 +58,15 @@ def heads_near(heads, group, n, row_bytes):
     return uint32(uint32(groups + sections - uint32(1)) // sections * uint32(group))
 
 
-# -- which unit of work is what: (number, turn, tiles of a head, heads in all, heads near, causal) -> (head, tile) ------
+# -- what piece of work a number is: (number, tiles of a head, heads in all, heads near, causal) -> (head, tile) ---------
 @device
-def plain(number, turn, tiles, heads, near, causal):
+def plain(number, tiles, heads, near, causal):
     """Head after head, from the first tile to the last."""
     return uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
 
 
 @device
-def longest_first(number, turn, tiles, heads, near, causal):
+def longest_first(number, tiles, heads, near, causal):
     """Section after section; in a section the last tile of each head, then the last but one of each.
 
     Without a mask all tiles are alike: plain.
@@ -79,23 +79,16 @@ def longest_first(number, turn, tiles, heads, near, causal):
 
 
 @device
-def paired(number, turn, tiles, heads, near, causal):
-    """The longest and the shortest tile of a head, by turns; the pairs nearest the middle last, as an odd one out is
-    half as long."""
-    head, pair = in_bands(number, heads, (tiles + 1) // 2, near)
-    return head, pair if turn == 1 else uint32(uint32(tiles) - uint32(1) - pair)
-
-
-@device
-def one_turn(number, tiles, heads, near):
-    return 1
-
-
-@device
-def turns_of_pair(number, tiles, heads, near):
-    """2, and 1 for the middle tile of an odd number, which is its own partner."""
-    _, pair = in_bands(number, heads, (tiles + 1) // 2, near)
-    return 1 if 2 * pair + 1 == tiles else 2
+def paired(number, tiles, heads, near, causal):
+    """The longer tiles of all pairs, and then, in the same order, the shorter ones; the middle of an odd number has no
+    partner, for which stands the tile ``tiles``, which is none. Pairs nearest the middle come last in a section."""
+    pairs = uint32((tiles + 1) // 2)
+    turn = uint32(number) // uint32(pairs * heads)
+    head, pair = in_bands(uint32(number) - uint32(turn * pairs * heads), heads, pairs, near)
+    tile = uint32(uint32(tiles) - uint32(1) - pair)
+    if turn != 0:
+        tile = pair if pair < tile else uint32(tiles)
+    return head, tile
 
 
 @dataclass(frozen=True)
@@ -104,30 +97,29 @@ class Schedule:
 
     Attributes:
         name: as tables have it.
-        work: ``(number, turn, tiles, heads, near, causal) -> (head, tile)``, uint32: what unit ``number`` of the work
-            does at its ``turn``; ``tiles`` are those of a head, ``heads`` counts all heads of the batch.
-        turns: ``(number, tiles, heads, near) -> int``: how many tiles a unit is.
-        pairs: a unit is a pair, so there are half as many.
-        drawn: blocks stay and draw unit after unit from a counter; otherwise a block is a unit.
+        piece: ``(number, tiles, heads, near, causal) -> (head, tile)``, uint32: which row tile piece ``number`` of the
+            work is; ``tiles`` are those of a head, ``heads`` counts all heads of the batch, ``near`` is
+            :func:`heads_near`.
+        turns: pieces a block does: number ``b`` first and then every ``grid``-th.
+        drawn: as many blocks as there is room for draw one piece after the other from a counter.
     """
 
     name: str
-    work: DeviceFunction
-    turns: DeviceFunction
-    pairs: bool = False
+    piece: DeviceFunction
+    turns: int = 1
     drawn: bool = False
 
-    def units(self, tiles: int, heads: int) -> int:
-        """Units of work that ``heads`` heads of ``tiles`` row tiles are."""
-        return heads * (-(-tiles // 2) if self.pairs else tiles)
+    def blocks(self, tiles: int, heads: int) -> int:
+        """Blocks that ``heads`` heads of ``tiles`` row tiles are; more than that have nothing to draw."""
+        return heads * -(-tiles // self.turns)
 
 
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("plain", plain, one_turn),
-        Schedule("paired", paired, turns_of_pair, pairs=True),
-        Schedule("longest_first", longest_first, one_turn),
-        Schedule("persistent", longest_first, one_turn, drawn=True),
+        Schedule("plain", plain),
+        Schedule("paired", paired, turns=2),
+        Schedule("longest_first", longest_first),
+        Schedule("persistent", longest_first, drawn=True),
     )
 }

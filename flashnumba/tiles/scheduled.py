@@ -1,0 +1,114 @@
+"""The flash forward by a schedule: a kernel that asks which row tiles are its block's, and attends to each.
+
+What a row tile costs and how it is computed is :mod:`flashnumba.tiles.forward`'s affair; which block has which tile is
+:mod:`flashnumba.tiles.schedule`'s. Here the two meet, in two kernels: one whose blocks each have a unit of work of
+their own, and one whose blocks stay and draw units from a counter.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.instructions import atom_add_acq_rel_gpu_u32, global_address
+from flashnumba.machine.numba import cuda, int32, int64, uint32
+from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.elements import ITEMSIZE
+from flashnumba.tiles.forward import make_attend
+from flashnumba.tiles.schedule import SCHEDULES, heads_near
+
+__all__ = ["FAULTS", "clear", "make_scheduled"]
+
+FAULTS = ("twice", "left_out", "turn_barrier", "ticket_barrier", "partner")
+"""What can be planted beside the faults of :mod:`flashnumba.tiles.forward`."""
+
+
+@kernel(threads=32, name="clear counter")
+def clear(counter):
+    """Set the counter to zero. A launch of its own before the one that draws: the stream orders the two, so no host
+    waits, and a CUDA graph repeats both."""
+    if cuda.threadIdx.x == 0:
+        counter[0] = int32(0)
+
+
+@cache
+def make_scheduled(
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, schedule: str = "longest_first",
+    even: bool = True, name: str = "", broken: str = "",
+) -> Kernel:  # fmt: skip
+    """The kernel ``(q, k, v, o, lse, scale, causal)``; and ``counter``, int32 [1], zero, if the schedule draws.
+
+    Args:
+        tiles, element, vector, arch, even: as :func:`flashnumba.tiles.forward.make_attend`.
+        schedule: one of :data:`flashnumba.tiles.schedule.SCHEDULES`. The grid has :meth:`~.schedule.Schedule.blocks`
+            blocks, or, if it draws, no more than there is room for; one that begins late finds nothing left.
+        name: of the kernel in tables.
+        broken: plants one of :data:`FAULTS`, or of :data:`flashnumba.tiles.forward.FAULTS`.
+    """
+    chosen = SCHEDULES[schedule]
+    piece, turns = chosen.piece, uint32(chosen.turns)
+    attend = make_attend(tiles, element, vector, arch, even=even, broken="" if broken in FAULTS else broken)
+    bm, itemsize = tiles.bm, ITEMSIZE[element]
+    twice, left_out, shift = broken == "twice", broken == "left_out", int(broken == "partner")
+    turn_barrier, ticket_barrier = broken != "turn_barrier", broken != "ticket_barrier"
+
+    @device
+    def sizes(q, k):
+        """(row tiles of a head, heads in all, heads of a section), uint32."""
+        heads = q.shape[0] * q.shape[1]
+        near = heads_near(heads, uint32(q.shape[1]) // uint32(k.shape[1]), k.shape[2], q.shape[3] * itemsize)
+        return uint32((q.shape[2] + (bm - 1)) // bm), uint32(heads), near
+
+    @device
+    def do(q, k, v, o, lse, scale, causal, number):
+        """Piece ``number`` of the work, if it is one."""
+        row_tiles, heads, near = sizes(q, k)
+        head, tile = piece(number, row_tiles, heads, near, causal)
+        if shift != 0 and number >= cuda.gridDim.x:
+            tile += uint32(shift)
+        if left_out and number == 0:
+            tile = row_tiles
+        if (turns == 1 and not left_out) or tile < row_tiles:
+            batch, head = int64(uint32(head) // uint32(q.shape[1])), int64(uint32(head) % uint32(q.shape[1]))
+            attend(q, k, v, o, lse, scale, causal, batch, head, int64(tile))
+            if twice and number == 0:
+                cuda.syncthreads()  # nobody reads the Q, K and V of the first time
+                attend(q, k, v, o, lse, scale, causal, batch, head, int64(tile))
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
+    def one_piece(q, k, v, o, lse, scale, causal):
+        do(q, k, v, o, lse, scale, causal, uint32(cuda.blockIdx.x))
+
+    # The body stands once, in a loop that does not unroll, and takes as many registers as that of one piece.
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
+    def several(q, k, v, o, lse, scale, causal):
+        number = uint32(cuda.blockIdx.x)
+        while number < turns * uint32(cuda.gridDim.x):
+            do(q, k, v, o, lse, scale, causal, number)
+            if turn_barrier:
+                cuda.syncthreads()  # nobody reads the Q, K and V of this piece any more
+            number += uint32(cuda.gridDim.x)
+
+    @device
+    def draw(counter, ticket):
+        """The next number, drawn by one thread for all."""
+        if cuda.threadIdx.x == 0:
+            ticket[0] = atom_add_acq_rel_gpu_u32(global_address(counter), uint32(1))
+        if ticket_barrier:
+            # The ticket is there for all, and nobody reads the Q, K and V of the piece before. All will have read the
+            # ticket when the next is written: attending has barriers of its own.
+            cuda.syncthreads()
+        return ticket[0]
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
+    def persistent(q, k, v, o, lse, scale, causal, counter):
+        ticket = cuda.shared.array(1, uint32)
+        row_tiles, heads, _ = sizes(q, k)
+        number = draw(counter, ticket)
+        while number < row_tiles * heads:
+            do(q, k, v, o, lse, scale, causal, number)
+            number = draw(counter, ticket)
+
+    if chosen.drawn:
+        return persistent
+    return several if chosen.turns > 1 else one_piece
