@@ -12,6 +12,7 @@ Source: as :mod:`flashnumba.tiles.schedule`; the pairs and the warps of 16 rows 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -76,9 +77,11 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
 
 def balanced_tiles(shape: Shape) -> AttentionTiles:
     """The same for all schedules. A loop around a piece takes registers that two fragments a warp do not always leave:
-    they do on sm_90; elsewhere a warp has 16 rows."""
+    they do on sm_90; elsewhere a warp has 16 rows, and the promise of one block keeps the compiler from saving."""
     usual = tiles_for(shape.d, shape.arch, shape.vector)
-    return usual if usual.frags == 1 or shape.arch.startswith("90") else stack_for(4, shape.d, shape.arch)
+    if usual.frags == 1 or shape.arch.startswith("90"):
+        return usual
+    return replace(stack_for(4, shape.d, shape.arch), min_blocks=1)
 
 
 def stack_for(warps: int, d: int, arch: str) -> AttentionTiles:

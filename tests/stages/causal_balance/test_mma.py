@@ -152,9 +152,11 @@ def test_the_tiles_of_the_flash_forward_where_they_leave_registers():
 
 def test_what_tensor_cores_do_not_take():
     shape = Shape("float32", 1, 1, 1, 8, 8, 32)
-    for plan in mma.PLANS.values():
+    for name, plan in mma.PLANS.items():
         with pytest.raises(ValueError, match=r"q is float32.*flash_forward\.simt"):
             plan(shape)
+        if name == "stack_8":
+            continue  # whose tiles sm_75 has no threads for
         with pytest.raises(ValueError, match=r"q is bfloat16.*sm_75"):
             plan(replace(shape, element="bfloat16", arch="75"))
 
@@ -162,7 +164,7 @@ def test_what_tensor_cores_do_not_take():
 # -- faults ------------------------------------------------------------------------------------------------------------
 FAULTS = {
     "twice": (tuple(SCHEDULES), ("written twice",)),
-    "left_out": (tuple(SCHEDULES), ("wrong result",)),
+    "left_out": (tuple(SCHEDULES), ("wrong result", "Race")),  # a ticket is kept apart from the next by attending
     "partner": (("paired",), ("wrong result",)),
     "turn_barrier": (("paired",), ("Race",)),
     "ticket_barrier": (("persistent",), ("Race", "UninitialisedRead")),
