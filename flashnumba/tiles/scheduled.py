@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.instructions import atom_add_acq_rel_gpu_u32, global_address
+from flashnumba.machine.instructions import atom_add_acq_rel_gpu_u32, global_address, grid_dependency_wait
 from flashnumba.machine.numba import cuda, int32, int64, uint32
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.elements import ITEMSIZE
@@ -23,7 +23,12 @@ FAULTS = ("twice", "left_out", "turn_barrier", "ticket_barrier", "partner")
 """What can be planted beside the faults of :mod:`flashnumba.tiles.forward`."""
 
 
-@kernel(threads=32, name="clear counter")
+@device
+def nothing():
+    pass
+
+
+@kernel(threads=32, name="causal_balance.clear")
 def clear(counter):
     """Set the counter to zero. A launch of its own before the one that draws: the stream orders the two, so no host
     waits, and a CUDA graph repeats both."""
@@ -34,7 +39,7 @@ def clear(counter):
 @cache
 def make_scheduled(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, schedule: str = "longest_first",
-    even: bool = True, name: str = "", broken: str = "",
+    even: bool = True, early: bool = False, name: str = "", broken: str = "",
 ) -> Kernel:  # fmt: skip
     """The kernel ``(q, k, v, o, lse, scale, causal)``; and ``counter``, int32 [1], zero, if the schedule draws.
 
@@ -42,6 +47,7 @@ def make_scheduled(
         tiles, element, vector, arch, even: as :func:`flashnumba.tiles.forward.make_attend`.
         schedule: one of :data:`flashnumba.tiles.schedule.SCHEDULES`. The grid has :meth:`~.schedule.Schedule.blocks`
             blocks, or, if it draws, no more than there is room for; one that begins late finds nothing left.
+        early: of a schedule that draws, from sm_90 on: it starts while :data:`clear` runs, and waits for it.
         name: of the kernel in tables.
         broken: plants one of :data:`FAULTS`, or of :data:`flashnumba.tiles.forward.FAULTS`.
     """
@@ -100,9 +106,12 @@ def make_scheduled(
             cuda.syncthreads()
         return ticket[0]
 
-    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
+    wait_for_clear = grid_dependency_wait if early else nothing
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch="90" if early else arch, early=early, name=name)
     def persistent(q, k, v, o, lse, scale, causal, counter):
         ticket = cuda.shared.array(1, uint32)
+        wait_for_clear()
         row_tiles, heads, _ = sizes(q, k)
         number = draw(counter, ticket)
         while number < row_tiles * heads:

@@ -36,12 +36,12 @@ DRAWN_ARGS = (*ARGUMENTS, "counter")
 @cache
 def make_balanced(
     schedule: str, tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True,
-    broken: str = "",
+    early: bool = False, broken: str = "",
 ) -> Kernel:  # fmt: skip
     """The kernel of a schedule; arguments as :func:`flashnumba.tiles.scheduled.make_scheduled`."""
     name = f"causal_balance.{schedule}"
     return make_scheduled(
-        tiles, element, vector, arch, schedule=schedule, even=even, name=name, broken=broken
+        tiles, element, vector, arch, schedule=schedule, even=even, early=early, name=name, broken=broken
     )  # fmt: skip
 
 
@@ -62,12 +62,13 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
     """
     check_element(shape.element, shape.arch)
     tiles = tiles or balanced_tiles(shape)
+    drawn = SCHEDULES[schedule].drawn
     kernel = make_balanced(
         schedule, tiles, shape.element, shape.vector, tier(shape.arch), even=shape.d == tiles.d,
-        broken="" if broken == "uncleared" else broken,
+        early=drawn and int(shape.arch.rstrip("a")) >= 90, broken="" if broken == "uncleared" else broken,
     )  # fmt: skip
     blocks = SCHEDULES[schedule].blocks(-(-shape.m // tiles.bm), shape.heads * shape.batch)
-    if not SCHEDULES[schedule].drawn:
+    if not drawn:
         return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared),))
     blocks = min(blocks, shape.multiprocessors * at_once(tiles))
     draws = Launch(kernel, blocks, tiles.threads, tiles.shared, DRAWN_ARGS)
