@@ -25,7 +25,8 @@ from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = ["ARGUMENTS", "MOST_D", "SCRATCH", "Heads", "Launch", "Plan", "Shape", "forward", "prepare_heads", "signature"]
+__all__ = ["ARGUMENTS", "MOST_D", "SCRATCH", "Heads", "Launch", "Plan", "Shape", "forward", "prepare_heads",
+           "signature"]  # fmt: skip  # fmt: skip
 
 MOST_D = 256
 """Largest head dimension."""

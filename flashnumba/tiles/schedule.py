@@ -58,7 +58,7 @@ def heads_near(heads, group, n, row_bytes):
     return uint32(uint32(groups + sections - uint32(1)) // sections * uint32(group))
 
 
-# -- what piece of work a number is: (number, tiles of a head, heads in all, heads near, causal) -> (head, tile) ---------
+# -- which piece a number is: (number, tiles of a head, heads in all, heads near, causal) -> (head, tile) --------------
 @device
 def plain(number, tiles, heads, near, causal):
     """Head after head, from the first tile to the last."""

@@ -85,15 +85,15 @@ def make_scheduled(
     def one_piece(q, k, v, o, lse, scale, causal):
         do(q, k, v, o, lse, scale, causal, uint32(cuda.blockIdx.x))
 
-    # The body stands once, in a loop that does not unroll, and takes as many registers as that of one piece.
+    # The body stands once, in a loop that does not unroll; what is kept from turn to turn is the turn's number alone.
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
     def several(q, k, v, o, lse, scale, causal):
-        number = uint32(cuda.blockIdx.x)
-        while number < turns * uint32(cuda.gridDim.x):
-            do(q, k, v, o, lse, scale, causal, number)
+        turn = uint32(0)
+        while turn < turns:
+            do(q, k, v, o, lse, scale, causal, uint32(turn * uint32(cuda.gridDim.x) + uint32(cuda.blockIdx.x)))
             if turn_barrier:
                 cuda.syncthreads()  # nobody reads the Q, K and V of this piece any more
-            number += uint32(cuda.gridDim.x)
+            turn += uint32(1)
 
     @device
     def draw(counter, ticket):

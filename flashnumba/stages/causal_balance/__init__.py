@@ -60,7 +60,8 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
     else:
         (rows, keys), (more, fewer) = (slice(280, 375), slice(290, 385)), (slice(310, 390), slice(330, 385))
     return tuple(
-        case(name, q[..., some, :], k[..., part, :], v[..., part, :], True) for some, part in ((rows, keys), (more, fewer))
+        case(name, q[..., some, :], k[..., part, :], v[..., part, :], True)
+        for some, part in ((rows, keys), (more, fewer))
     )
 
 

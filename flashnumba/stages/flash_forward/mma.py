@@ -3,8 +3,8 @@
 Beside ``simt`` it changes three things. Products run on tensor cores (16 x 8 x 16, float16 or bfloat16 in, float32
 out). Each warp owns whole rows, so nothing of S or P leaves registers. K and V come by asynchronous copies into
 swizzled shared memory, while the products of the step before run. A block attends to one tile of rows:
-:func:`flashnumba.tiles.forward.make_attend`, which other stages vary. Which tile, its schedule says; under a causal mask
-that is the longest first (:mod:`flashnumba.tiles.schedule`).
+:func:`flashnumba.tiles.forward.make_attend`, which other stages vary. Which one, its schedule says: under a causal mask
+the longest first (:mod:`flashnumba.tiles.schedule`).
 
 What a query may not see has weight 0; 0 times a NaN or infinity in V is NaN all the same where the tile is computed.
 

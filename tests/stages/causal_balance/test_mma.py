@@ -136,7 +136,7 @@ def test_grids():
     }  # fmt: skip
     many = replace(shape, batch=100)
     assert mma.PLANS["persistent"](many).launches[-1].grid == 2 * 132
-    assert [launch.args for launch in mma.PLANS["persistent"](shape).launches][0] == ("counter",)
+    assert mma.PLANS["persistent"](shape).launches[0].args == ("counter",)
 
 
 def test_the_tiles_of_the_flash_forward_where_they_leave_registers():

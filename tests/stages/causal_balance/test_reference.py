@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -113,7 +115,7 @@ def test_nothing_is_lost(costs, machines, at_once, alone):
         mine = run.multiprocessor == mp
         moments = np.unique(np.concatenate([run.start[mine], run.end[mine]]))
         done = 0.0
-        for a, b in zip(moments, moments[1:], strict=False):
+        for a, b in pairwise(moments):
             there = int(((run.start[mine] <= a) & (run.end[mine] >= b) & (run.end[mine] > run.start[mine])).sum())
             assert there <= at_once
             if there:
