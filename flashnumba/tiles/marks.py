@@ -27,13 +27,16 @@ buffer of :mod:`flashnumba.machine.timeline.trace`::
         finish(log, trace)                      #
 
 A mark ends what the mark before it began, so spans of a warp cannot overlap. All lanes of the warp come to every mark,
-none under a condition that lanes answer differently. One lane writes: 8 bytes to device memory, without waiting for them,
-and one read of the multiprocessor's clock. A warp that has used up its room goes on counting; what is lost is told.
+none under a condition that lanes answer differently. Lane 0 writes: one read of the multiprocessor's clock, and 8 bytes
+to device memory, for which it does not wait. A warp that has used up its room goes on counting; what is lost is told.
 
-Costs, traced: four registers, and some ten instructions a mark. Measured times are therefore a little longer than those
-of the kernel as it is used, the more so the finer the marks. Loads, stores, copies and barriers keep their side of a mark;
-the compiler may move arithmetic across one, mma included, and a mark after an mma means that it has been issued, not
-that its result is there.
+A stage's ``TRACED`` names planners as its ``PLANS`` does, whose one launch has ``args=(*ARGUMENTS, "trace")``; these are
+the kernels that ``flashnumba timeline`` knows.
+
+Traced, a kernel keeps four registers more and executes five instructions a mark. Its times are therefore a little longer
+than those of the kernel as it is used, the more so the finer the marks. Loads, stores, copies and barriers keep their
+side of a mark. The compiler may move arithmetic across one, mma included; and a mark after an mma means that it has been
+issued, not that its result is there.
 """
 
 from __future__ import annotations
@@ -49,15 +52,15 @@ from flashnumba.machine.timeline.trace import ANY, COPY, HEADER, OTHER, PV, QK, 
 __all__ = ["ANY", "COPY", "LOG", "OTHER", "PV", "QK", "SOFTMAX", "STORE", "WAIT", "Marks", "make_marks"]
 
 LOG = 2
-"""Elements of the local uint64 array that a traced kernel keeps: the address of the next mark, and the end of the room."""
+"""Elements of a traced kernel's local uint64 array: the address of the next mark, and that of the end of the room."""
 
 
 class Marks(NamedTuple):
     """Device functions, called by all lanes of a warp.
 
     Attributes:
-        start: ``(log, trace)``: open this warp's row. ``trace`` is uint32 ``[blocks, warps, HEADER + 2 most]``, zeros; a
-            block beyond it is not traced.
+        start: ``(log, trace)``: open this warp's row of ``trace [blocks, warps, HEADER + 2 most]``, uint32, packed and
+            filled with zeros; blocks beyond it are not traced.
         mark: ``(log, kind, step, slot)``: what this warp does from now on; step 0 to 65535, slot 0 to 254 or ANY.
         finish: ``(log, trace)``: end the last span, and say how many marks there were.
     """

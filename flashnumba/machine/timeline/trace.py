@@ -1,7 +1,7 @@
 """The buffer that a traced kernel writes: its layout, and how it becomes spans.
 
-One row of uint32 words for each warp of each block that is traced. A header, then the warp's marks in the order in which
-it made them::
+One row of uint32 words for each warp of each block that is traced: a header, then the warp's marks in the order in
+which it made them::
 
     word 0      marks made, those that found no room included
     word 1      multiprocessor (%smid)
