@@ -30,13 +30,13 @@ A mark ends what the mark before it began, so spans of a warp cannot overlap. Al
 none under a condition that lanes answer differently. Lane 0 writes: one read of the multiprocessor's clock, and 8 bytes
 to device memory, for which it does not wait. A warp that has used up its room goes on counting; what is lost is told.
 
-A stage's ``TRACED`` names planners as its ``PLANS`` does, whose one launch has ``args=(*ARGUMENTS, "trace")``; these are
-the kernels that ``flashnumba timeline`` knows.
+A stage's ``TRACED`` names planners as its ``PLANS`` does, whose one launch has ``args=(*ARGUMENTS, "trace")``; these
+are the kernels that ``flashnumba timeline`` knows.
 
-Traced, a kernel keeps four registers more and executes five instructions a mark. Its times are therefore a little longer
-than those of the kernel as it is used, the more so the finer the marks. Loads, stores, copies and barriers keep their
-side of a mark. The compiler may move arithmetic across one, mma included; and a mark after an mma means that it has been
-issued, not that its result is there.
+Traced, a kernel keeps four registers more and executes five instructions a mark. Its times are therefore a little
+longer than those of the kernel as it is used, the more so the finer the marks. Loads, stores, copies and barriers keep
+their side of a mark. The compiler may move arithmetic across one, mma included; and a mark after an mma means that it
+has been issued, not that its result is there.
 """
 
 from __future__ import annotations
