@@ -47,13 +47,14 @@ from flashnumba.machine.occupancy import NOTES, budget, draw_budget, machine_of
 from flashnumba.stages import heads
 from flashnumba.stages.figures import BLUE, GREEN, ORANGE, RED
 from flashnumba.stages.flash_forward import count, moved_by_mma, moved_by_simt, panels, plans, reference
-from flashnumba.stages.flash_forward.mma import make_mma, tiles_for
+from flashnumba.stages.flash_forward.mma import make_mma
 from flashnumba.stages.flash_forward.simt import make_simt
 from flashnumba.stages.flash_forward.simt_tiles import Tiles
 from flashnumba.stages.flash_forward.split import plan_split
 from flashnumba.stages.flash_forward.split import tiles_for as split_tiles
 from flashnumba.tiles import online, reduce
 from flashnumba.tiles.attention import AttentionTiles, make_steps
+from flashnumba.tiles.forward import tiles_for
 from flashnumba.tiles.swizzle import place_of
 
 lesson.style()
@@ -334,7 +335,7 @@ plt.show()
 
 # %%
 mma = make_mma(tiles_for(64, "90a"), "float16")
-lesson.show_source(mma, first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
+lesson.show_source(mma, part="attend", first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
 
 # %% [markdown]
 # (`early`, `no_barrier` and `no_v_barrier` plant faults.) With **one slot** for K and one for V, the copy of each

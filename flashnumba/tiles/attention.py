@@ -132,6 +132,7 @@ class Steps(NamedTuple):
 
     Attributes:
         q_lane, k_lane, v_lane: ``(tile, warp_row or nothing, lane) -> address``: where a lane's ldmatrix begins.
+        clear: ``(acc, m, l)``: nothing seen yet.
         negate_q: ``(q_tile, warp_row, lane)``: turns the sign of the warp's rows.
         load_q: ``(held, q_lane)``: the part of Q that is held.
         multiply_qk: ``(s, held, q_lane, k_lane)``: S = Q K^T.
@@ -149,6 +150,7 @@ class Steps(NamedTuple):
     q_lane: DeviceFunction
     k_lane: DeviceFunction
     v_lane: DeviceFunction
+    clear: DeviceFunction
     negate_q: DeviceFunction
     load_q: DeviceFunction
     multiply_qk: DeviceFunction
@@ -202,6 +204,14 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
     @device
     def v_lane(v_tile, lane):
         return place(v_tile, lane & 15, lane >> 4)
+
+    @device
+    def clear(acc, m, l):
+        for i in range(frags * d_groups * 4):
+            acc[i] = float32(0)
+        for r in range(rows):
+            m[r] = float32(NOTHING)
+            l[r] = float32(0)
 
     @device
     def negate_q(q_tile, warp_row, lane):
@@ -319,6 +329,6 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
             multiply_pv(acc, p, v_lane, k)
 
     return Steps(
-        q_lane, k_lane, v_lane, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials, multiply_pv,
-        softmax_pv, quad_sum,
+        q_lane, k_lane, v_lane, clear, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials,
+        multiply_pv, softmax_pv, quad_sum,
     )  # fmt: skip

@@ -96,7 +96,7 @@ def moved_by_simt(shape: Shape) -> count.Moved:
 
 
 def moved_by_mma(shape: Shape) -> count.Moved:
-    from flashnumba.stages.flash_forward.mma import tiles_for
+    from flashnumba.tiles.forward import tiles_for
 
     tiles = tiles_for(shape.d, shape.arch)
     return count.fused(shape, tiles.bm, tiles.bn)
@@ -111,7 +111,7 @@ def moved_by_split(shape: Shape) -> count.Moved:
 
 def draw(results: Sequence[Result]) -> Figure:
     """The tiles of a causal problem, the state of a real row, the bytes of each kernel, and the errors."""
-    from flashnumba.stages.flash_forward.mma import tiles_for
+    from flashnumba.tiles.forward import tiles_for
 
     figure, (tiles, running, moved, errors) = figures.four_panels("attention without S in memory")
     mma = tiles_for(PICTURED.d, PICTURED.arch)

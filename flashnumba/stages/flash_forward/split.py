@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
-from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import (
     global_address,
     shared_address,
@@ -36,7 +36,7 @@ from flashnumba.stages.flash_forward.merge import MERGE_ARGS, make_merge, warps_
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
-from flashnumba.tiles.online import NOTHING
+from flashnumba.tiles.rows import make_hide
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
@@ -68,8 +68,8 @@ def make_split(
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch, slot_bytes = tiles.pitch, tiles.bn * tiles.pitch
     steps = make_steps(tiles, element, arch)
-    negate_q, load_q, multiply_qk, flatten, mask, softmax_pv = (
-        steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.mask, steps.softmax_pv
+    clear, negate_q, load_q, multiply_qk, flatten, softmax_pv = (
+        steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.softmax_pv
     )  # fmt: skip
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
@@ -77,22 +77,11 @@ def make_split(
     copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even)
     d_groups = d // 8
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    no_barrier, no_free_barrier, no_tail = broken == "barrier", broken == "free_barrier", broken == "tail"
+    no_barrier, no_free_barrier = broken == "barrier", broken == "free_barrier"
     next_row, head_shift, shift = int(broken != "causal"), int(broken == "head"), int(broken == "range")
 
+    hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     wait, commit = make_waiting(copies_ahead(vector, arch), slots - 1, waits=broken != "wait")
-
-    @device
-    def hide(s, j, row, group, offset, causal, n_rows, lane):
-        visible = cuda.local.array(rows_held, int32)
-        for r in range(rows_held):
-            limit = n_rows
-            if no_tail:
-                limit = (j + 1) * bn
-            if causal != 0:
-                limit = min(limit, (row + int64(16 * (r // 2) + 8 * (r % 2))) // group + offset + next_row)
-            visible[r] = int32(min(max(limit - j * bn, int64(0)), int64(bn)))
-        mask(s, visible, lane)
 
     @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.split")
     def split(q, k, v, acc_parts, m_parts, l_parts, scale, causal):
@@ -129,11 +118,7 @@ def make_split(
         acc = cuda.local.array(o_regs, float32)
         m = cuda.local.array(rows_held, float32)
         l = cuda.local.array(rows_held, float32)
-        for i in range(o_regs):
-            acc[i] = float32(0)
-        for r in range(rows_held):
-            m[r] = float32(NOTHING)
-            l[r] = float32(0)
+        clear(acc, m, l)
 
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], rows, columns, row0, group, q.strides[1])
         for i in range(slots):

@@ -10,7 +10,9 @@ import pytest
 
 from flashnumba.stages.flash_forward import mma
 from flashnumba.stages.heads import Launch, Plan, Shape
+from flashnumba.tiles import forward
 from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.forward import tier, tiles_for
 from tests.stages.flash_forward.attention_cases import (
     LAYOUTS,
     SIZES,
@@ -41,7 +43,7 @@ def with_tiles(tiles: AttentionTiles, arch: str = "", broken: str = "", vector: 
             tiles,
             shape.element,
             vector or shape.vector,
-            arch or mma.tier(shape),
+            arch or tier(shape.arch),
             even=shape.d == tiles.d,
             broken=broken,
         )
@@ -143,7 +145,7 @@ def test_nothing(machine, m, n):
 @pytest.mark.parametrize("d", [32, 64, 96, 128, 160, 192, 224, 256])
 @pytest.mark.parametrize("vector", [16, 2])
 def test_the_tiles_fit_every_architecture(arch, d, vector):
-    tiles = mma.tiles_for(d, arch, vector)
+    tiles = tiles_for(d, arch, vector)
     most = {"75": 64, "80": 163, "86": 99, "89": 99, "90a": 227, "100a": 227, "120a": 99}[arch]
     assert tiles.shared <= most * 1024
     assert tiles.d >= d
@@ -220,7 +222,7 @@ def test_planted_faults(fault, tiles):
 
 
 def test_every_fault_that_can_be_planted_is_tested():
-    for fault in mma.FAULTS:
+    for fault in forward.FAULTS:
         assert fault in FAULTS
 
 

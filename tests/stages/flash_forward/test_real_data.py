@@ -15,9 +15,10 @@ from flashnumba.machine import emulator
 from flashnumba.stages import heads
 from flashnumba.stages.flash_forward import mma, plans
 from flashnumba.stages.flash_forward.reference import dense, low_precision
+from flashnumba.tiles.forward import tiles_for
 
 LAYERS, HEADS, LENGTH = 3, 12, 512
-TILE = mma.tiles_for(32, "90a").bm
+TILE = tiles_for(32, "90a").bm
 WHOLE = {(0, 2), (1, 8), (2, 0)}
 """Heads that the emulator computes whole; the first has the score of 79."""
 

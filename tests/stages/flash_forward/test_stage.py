@@ -12,9 +12,10 @@ from matplotlib.image import imread
 
 from flashnumba.ladder import find, measure
 from flashnumba.machine import emulator
-from flashnumba.stages.flash_forward import count, mma, plans, reference, simt, simt_tiles, split
+from flashnumba.stages.flash_forward import count, plans, reference, simt, simt_tiles, split
 from flashnumba.stages.flash_forward.count import FULL, MASKED, SKIPPED, tile_kinds
 from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.forward import tiles_for
 from tests.stages.flash_forward.attention_cases import normal
 from tests.stages.flash_forward.test_mma import with_tiles
 from tests.stages.flash_forward.test_split import with_splits
@@ -122,7 +123,7 @@ def test_a_rung_states_the_bytes_of_the_tiles_that_it_is_planned_with():
     by_name = {rung.name: rung for rung in STAGE.kernels}
     for case in STAGE.cases("emulator", False):
         shape = count.shape_of(case)
-        tiles = mma.tiles_for(shape.d, shape.arch)
+        tiles = tiles_for(shape.d, shape.arch)
         moved = {"mma": count.fused(shape, tiles.bm, tiles.bn)}
         parts = split.tiles_for(shape.d, shape.m)
         splits = split.plan_split(shape).scratch["m_parts"][0]

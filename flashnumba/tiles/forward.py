@@ -1,0 +1,204 @@
+"""Attention on tensor cores for one tile of rows of Q, FlashAttention-2 style: what a block of many a kernel does.
+
+Each warp owns whole rows, so the softmax is four lanes' business. K and V come by asynchronous copies into swizzled
+shared memory, while the products of the step before run::
+
+    two slots   wait K_j, V_j, barrier | start K_j+1, V_j+1 | S = Q K_j^T | softmax, O += P V_j
+    one slot    wait K_j, barrier | start V_j | S = Q K_j^T | wait V_j, barrier | start K_j+1 | softmax, O += P V_j
+
+Masks are applied only to tiles that touch the diagonal or the end; a causal tile of rows ends at its diagonal. O is
+divided once, at the end.
+
+Which tile of which head a block attends to, and whether to one or to several, is the kernel's affair
+(:mod:`flashnumba.tiles.schedule`).
+
+Source: Dao, FlashAttention-2, arXiv 2307.08691. The steps are in :mod:`flashnumba.tiles.attention`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import global_address, shared_address
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
+from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.rows import make_hide, make_store
+
+__all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
+
+FAULTS = (
+    "barrier", "v_barrier", "wait", "early_copy", "swizzle", "stride", "rescale", "tail", "causal", "sign",
+)  # fmt: skip
+"""What can be planted."""
+
+
+@cache
+def make_attend(
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, broken: str = ""
+) -> DeviceFunction:
+    """``attend(q, k, v, o, lse, scale, causal, batch, head, block)``: rows ``tiles.bm * block`` and on of a head.
+
+    The arrays and scalars are the kernel's, as :mod:`flashnumba.stages.heads` names them; ``batch``, ``head`` and
+    ``block`` int64. All threads of a block call it, with ``tiles.shared`` bytes of dynamic shared memory. Between two
+    calls lies a barrier, so that nobody reads tiles that the next call fills.
+
+    Args:
+        tiles: with one or two slots.
+        element: float16 or bfloat16.
+        vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
+        arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
+        even: the head dimension is ``tiles.d``.
+        broken: plants one of :data:`FAULTS`.
+
+    Raises:
+        ValueError: more than two slots.
+    """
+    if tiles.slots > 2:
+        raise ValueError(f"slots is {tiles.slots}; this schedule has one or two")
+    d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
+    pitch = tiles.pitch
+    steps = make_steps(tiles, element, arch, rescaled=broken != "rescale")
+    clear, negate_q, load_q, multiply_qk, flatten, softmax_pv = (
+        steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.softmax_pv
+    )  # fmt: skip
+    lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
+    row_total = steps.total
+    next_row = int(broken != "causal")
+    hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
+    store = make_store(tiles, element, vector, arch, even=even)
+    copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even)
+    copy_k = make_copy_tile(bn, d, threads, vector, arch, even=even, on=broken != "swizzle")
+    copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even)
+    slot_bytes = bn * pitch
+    o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
+    no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
+    swapped, no_sign = broken == "stride", broken == "sign"
+
+    wait, commit = make_waiting(copies_ahead(vector, arch), 0, waits=broken != "wait")
+
+    @device
+    def attend(q, k, v, o, lse, scale, causal, batch, head, block):
+        smem = cuda.shared.array(0, uint8)
+        q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
+        k_tile = q_tile + uint32(bm * pitch)
+        v_tile = k_tile + uint32(slots * slot_bytes)
+        lane = int32(cuda.threadIdx.x & 31)
+        warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
+
+        m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
+        row0, offset = block * bm, n_rows - m_rows
+        head_kv = head // (q.shape[1] // k.shape[1])
+        q_from = int64(global_address(q)) + batch * q.strides[0] + head * q.strides[1] + row0 * q.strides[2]
+        k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
+        v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        v_row, v_column = v.strides[2], v.strides[3]
+        if swapped:
+            v_row, v_column = v.strides[3], v.strides[2]
+
+        # Which keys: [0, end) are visible to some row of the block, [0, whole) to all.
+        end, whole = n_rows, n_rows
+        if causal != 0:
+            end = min(n_rows, max(int64(0), row0 + bm + offset))
+            whole = min(n_rows, row0 + offset + next_row)
+        last = (end + (bn - 1)) // bn
+
+        factor = factor_of(scale)
+        q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
+        held = cuda.local.array(q_regs, uint32)
+        s = cuda.local.array(s_regs, float32)
+        acc = cuda.local.array(o_regs, float32)
+        m = cuda.local.array(rows_held, float32)
+        l = cuda.local.array(rows_held, float32)
+        clear(acc, m, l)
+
+        copy_q(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row0, columns)
+        copy_k(k_tile, k_from, k.strides[2], k.strides[3], n_rows, columns)
+        if slots == 2:
+            copy_v(v_tile, v_from, v_row, v_column, n_rows, columns)
+        commit()
+        wait()
+        cuda.syncthreads()  # Q is there for all
+        if scale < float32(0) and not no_sign:
+            negate_q(q_tile, warp_row, lane)
+        load_q(held, q_lane)
+        for j in range(int64(0), last):
+            here = uint32(0)
+            if slots == 2:
+                here = uint32(j & 1) * uint32(slot_bytes)
+            if early:
+                copy_v(v_tile, v_from + j * bn * v_row, v_row, v_column, n_rows - j * bn, columns)
+            wait()
+            if not no_barrier:
+                cuda.syncthreads()  # K_j (and V_j) are there for all, and nobody reads the slots filled next
+            if slots == 2:
+                if j + 1 < last:
+                    other, key = uint32(slot_bytes) - here, (j + 1) * bn
+                    copy_k(
+                        k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns
+                    )
+                    copy_v(v_tile + other, v_from + key * v_row, v_row, v_column, n_rows - key, columns)
+            elif not early:
+                copy_v(v_tile, v_from + j * bn * v_row, v_row, v_column, n_rows - j * bn, columns)
+            commit()
+            multiply_qk(s, held, q_lane, k_lane + here)
+            if scale == float32(0):
+                flatten(s)
+            if (j + 1) * bn > whole:
+                hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
+            if slots == 1:
+                wait()
+                if not no_v_barrier:
+                    cuda.syncthreads()  # V_j is there for all, and nobody reads K_j any more
+                if j + 1 < last:
+                    key = (j + 1) * bn
+                    copy_k(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
+                commit()
+            softmax_pv(s, acc, m, l, factor, v_lane + here)
+
+        for r in range(rows_held):
+            row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
+            total = row_total(l[r])
+            if (lane & 3) == 0 and row < m_rows:
+                lse[batch, head, row] = log_sum(m[r], total)
+        o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
+        store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
+
+    return attend
+
+
+def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
+    """Tiles for a head dimension: on sm_90 those that were fastest on an H200, elsewhere what leaves registers enough.
+
+    Shared memory a block: 227 KB on sm_90, 163 KB on sm_80, 99 KB on sm_86, 89 and 120, 64 KB on sm_75.
+    """
+    number = int(arch.rstrip("a"))
+    d = -(-d // 32) * 32
+    if number < 80:
+        return AttentionTiles(d, 64, 32) if d <= 128 else AttentionTiles(d, 32, 16, warps=2)
+    if vector < 16:  # addresses of narrow copies take registers
+        return AttentionTiles(d, 64, 64 if d <= 128 and vector > 2 else 32)
+    if d > 128:
+        return AttentionTiles(d, 64, 64, q_held=3 if d > 192 else 2)
+    if number == 90:
+        if d <= 64:
+            return AttentionTiles(d, 128, 128, slots=2, q_held=2 if d == 32 else 0)
+        return AttentionTiles(d, 128, 64, slots=2, lazy=True)
+    if d <= 64:
+        wide = 128 if number < 90 else 64
+        return AttentionTiles(d, 128, wide, slots=2 if number == 80 else 1)
+    return AttentionTiles(d, 128, 64 if number < 90 else 32, lazy=True)
+
+
+def tier(arch: str) -> str:
+    """What kernels are made for: those for sm_75 do without instructions that came with sm_80."""
+    return "75" if int(arch.rstrip("a")) < 80 else "80"
+
+
+def check_element(element: str, arch: str) -> None:
+    """ValueError if tensor cores do not multiply these elements in the way that is needed here."""
+    if element == "float32":
+        raise ValueError("q is float32; tensor cores would round it to 11 bits: use flash_forward.simt")
+    if element == "bfloat16" and tier(arch) == "75":
+        raise ValueError(f"q is bfloat16, and sm_{arch} has no product for it: use flash_forward.simt")

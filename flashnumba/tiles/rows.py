@@ -1,0 +1,88 @@
+"""The rows of a warp in an attention kernel: which keys they see, and how O leaves.
+
+Rows and registers are as in :mod:`flashnumba.tiles.attention`: of fragment f, a lane has row ``16 f + lane / 4`` (half
+0) and the row eight below it (half 1).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import ld_shared_v4, st_global_b16, st_global_v4, st_shared_b32, syncwarp
+from flashnumba.machine.numba import cuda, int32, int64, uint16, uint32, uint64
+from flashnumba.tiles.attention import AttentionTiles, share_of
+from flashnumba.tiles.elements import vectors
+from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.swizzle import swizzle
+
+__all__ = ["make_hide", "make_store"]
+
+
+@cache
+def make_hide(tiles: AttentionTiles, mask: DeviceFunction, *, tail: bool = True, next_row: int = 1) -> DeviceFunction:
+    """``hide(s, j, row, group, offset, causal, n_rows, lane)``: S of key tile j is -inf where a row must not look.
+
+    That is beyond the end, and if causal beyond key ``query + offset``, where the lane's first row is ``row`` and
+    ``group`` rows that follow one another belong to one query.
+
+    Args:
+        mask: of :class:`flashnumba.tiles.attention.Steps`.
+        tail, next_row: False and 0 plant a fault.
+    """
+    bn, rows_held = tiles.bn, 2 * tiles.frags
+
+    @device
+    def hide(s, j, row, group, offset, causal, n_rows, lane):
+        visible = cuda.local.array(rows_held, int32)
+        for r in range(rows_held):
+            limit = n_rows
+            if not tail:
+                limit = (j + 1) * bn
+            if causal != 0:
+                limit = min(limit, (row + int64(16 * (r // 2) + 8 * (r % 2))) // group + offset + next_row)
+            visible[r] = int32(min(max(limit - j * bn, int64(0)), int64(bn)))
+        mask(s, visible, lane)
+
+    return hide
+
+
+@cache
+def make_store(
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True
+) -> DeviceFunction:
+    """``store(o_from, row_step, column_step, acc, l, tile, warp_row, lane, rows, columns)``: O / l, written.
+
+    By way of the warp's own rows of ``tile``, shared memory in the layout of Q that nobody else reads or fills any
+    more, so that stores are 16 bytes wide. ``rows`` and ``columns`` are those left from ``o_from`` on.
+    """
+    d_groups, chunks, frags, place = tiles.d // 8, tiles.d // 8, tiles.frags, swizzle(tiles.d).at
+    rows_held, wide = 2 * frags, vector == 16
+    pack, row_total = vectors(element, 4, arch=arch).pack, lanes_sum(4)
+
+    @device
+    def store(o_from, row_step, column_step, acc, l, tile, warp_row, lane, rows, columns):
+        syncwarp()  # no lane reads the warp's rows any more
+        for r in range(rows_held):
+            share = share_of(row_total(l[r]))
+            row = warp_row + 16 * (r // 2) + 8 * (r % 2) + (lane >> 2)
+            for n in range(d_groups):
+                at = ((r // 2) * d_groups + n) * 4 + 2 * (r % 2)
+                st_shared_b32(place(tile, row, n) + uint32(4 * (lane & 3)), pack(acc[at] * share, acc[at + 1] * share))
+        syncwarp()  # the rows are there
+        raw = cuda.local.array(4, uint32)
+        for i in range(frags * 16 * chunks // 32):
+            index = uint32(lane) + uint32(32 * i)
+            row = int64(warp_row) + int64(index // uint32(chunks))
+            column = int64(8) * int64(index % uint32(chunks))
+            if row < rows and (even or column < columns):
+                ld_shared_v4(raw, 0, place(tile, row, index % uint32(chunks)))
+                to = o_from + row * row_step + column * column_step
+                if wide:
+                    st_global_v4(uint64(to), raw, 0)
+                else:
+                    for e in range(8):
+                        if column + e < columns:
+                            st_global_b16(uint64(to + e * column_step), uint16(raw[e // 2] >> uint32(16 * (e % 2))))
+
+    return store
