@@ -213,7 +213,8 @@ def _make_softmax_pv(tiles: AttentionTiles, steps: Steps, traced: bool) -> Devic
         mark(log, SOFTMAX, step, ANY)
         raise_maximum(s, acc, m, l, origin, factor)
         for k in range(k_steps):
-            mark(log, SOFTMAX, step, ANY)
+            if k > 0:
+                mark(log, SOFTMAX, step, ANY)
             exponentials(p, s, l, origin, factor, k)
             mark(log, PV, step, slot)
             multiply_pv(acc, p, v_lane, k)
