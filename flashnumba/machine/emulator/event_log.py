@@ -78,8 +78,7 @@ class WarpLog:
         """The whole log, sums in their places."""
         self._close_math()
         return [
-            Event(name, *(n.of[n.n] if isinstance(n, _Sum) else n for n in numbers))
-            for name, *numbers in self.entries
+            Event(name, *(n.of[n.n] if isinstance(n, _Sum) else n for n in numbers)) for name, *numbers in self.entries
         ]
 
 

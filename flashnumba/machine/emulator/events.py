@@ -3,10 +3,10 @@
 The emulator knows no time. This log has what a model of time needs (:mod:`flashnumba.machine.timeline.replay`): for
 each warp the instructions that occupy a unit or wait for something, with bytes and multiply-adds, in program order.
 
-It follows lane 0 of each warp. Bytes and arrivals are those of all lanes: what they do for the n-th time on one line of
-the source is taken for one instruction. Arithmetic is counted, not listed: fused multiply-adds, maxima, conversions and exponentials where
-they are called, other float32 arithmetic by the registers that it writes. Integer arithmetic, addresses and branches
-are not seen.
+It follows lane 0 of each warp. Bytes and arrivals are those of all lanes: what they do for the n-th time on one line
+of the source is taken for one instruction. Arithmetic is counted, not listed: fused multiply-adds, maxima, conversions
+and exponentials where they are called, other float32 arithmetic by the registers that it writes. Integer arithmetic,
+addresses and branches are not seen.
 
 A kernel that reads a clock gets the number of the event at which it did, so that whatever it writes down can be turned
 into a time once the log has been replayed.
