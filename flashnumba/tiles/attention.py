@@ -9,10 +9,12 @@ the columns ``8 n + 2 c`` and the next::
 Two such column groups of S are, rounded and packed, one A operand of the product with V, so no lane gives anything
 away.
 
-Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^(s factor - m)``, where m is the
-running maximum of ``s factor``, rounded once, so that the same m stands in every weight, in l, in the rescaling and in
-the LSE, and cancels. One fused multiply-add and one exponential an element. A scale below zero is turned into a sign of
-Q; one of zero, and others so small that the factor would vanish, become 2^-126, because 0 times -inf is no number.
+Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^((s - m) factor)``, where m is the
+running maximum of s. The difference comes first: it is exact where it matters, near the maximum, whose own weight is 1
+and stays 1 when P is rounded to 16 bits. (FlashAttention-2 computes ``2^(s factor - m factor)`` with one fused
+multiply-add, an instruction an element less; at scores of 1e5 all weights of a row are then off by up to 0.5 %, which
+cancels but for P's rounding.) A scale below zero is turned into a sign of Q; one of zero, and others so small that the
+factor would vanish, become 2^-126, because 0 times -inf is no number.
 
 l is summed in each lane and over the four lanes of a row at the end; O is divided by it once, at the end.
 
@@ -138,8 +140,8 @@ class Steps(NamedTuple):
         multiply_qk: ``(s, held, q_lane, k_lane)``: S = Q K^T.
         flatten: ``(s)``: zero times S: what is finite becomes zero, the rest no number.
         mask: ``(s, visible, lane)``: -inf from column ``visible[2 f + half]`` of the tile on, int32.
-        raise_maximum: ``(s, acc, m, l, origin, factor)``: m to the new maximum; acc and l in its units. ``origin`` is
-            m, or 0 for a row of which nothing was visible yet.
+        raise_maximum: ``(s, acc, m, l, origin, factor)``: m to the new maximum of S; acc and l in its units. ``origin``
+            is m, or 0 for a row of which nothing was visible yet.
         exponentials: ``(p, s, l, origin, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
             ...]``, packed as an A operand; l grows.
         multiply_pv: ``(acc, p, v_lane, k)``: O += P V for these keys.
@@ -176,9 +178,9 @@ def share_of(total):
 
 
 @device
-def log_sum(m, total):
-    """The natural logarithm of the sum of exponentials, from the maximum in base-2 units and the sum in units of it."""
-    return (m + lg2_approx(total)) * float32(LN_2)
+def log_sum(m, total, factor):
+    """The natural logarithm of the sum of exponentials, from the maximum of S and the sum in units of its weight."""
+    return cuda.fma(m, factor, lg2_approx(total)) * float32(LN_2)
 
 
 @cache
@@ -287,10 +289,10 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                 for n in range(n_groups):
                     at = (f * n_groups + n) * 4 + 2 * half
                     top = max(top, max(s[at], s[at + 1]))
-                top = max(m[r], quad_max(top) * factor)
+                top = max(m[r], quad_max(top))
                 risen = risen or top > m[r]
                 origin[r] = float32(0) if top == float32(NOTHING) else top
-                alpha[r] = ex2_approx(m[r] - origin[r])
+                alpha[r] = ex2_approx((m[r] - origin[r]) * factor)
                 m[r] = top
         if lazy:
             if vote_any(risen):
@@ -305,8 +307,8 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                 for half in range(2):
                     at = (f * n_groups + 2 * k + i) * 4 + 2 * half
                     r = 2 * f + half
-                    x = ex2_approx(cuda.fma(s[at], factor, -origin[r]))
-                    y = ex2_approx(cuda.fma(s[at + 1], factor, -origin[r]))
+                    x = ex2_approx((s[at] - origin[r]) * factor)
+                    y = ex2_approx((s[at + 1] - origin[r]) * factor)
                     l[r] += x + y
                     p[k * a_regs + 4 * f + 2 * i + half] = pack(x, y)
 

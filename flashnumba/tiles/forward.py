@@ -185,7 +185,7 @@ def make_attend(
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
             if (lane & 3) == 0 and row < m_rows:
-                lse[batch, head, row] = log_sum(m[r], total)
+                lse[batch, head, row] = log_sum(m[r], total, factor)
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 

@@ -2,10 +2,10 @@
 
 With one query a head the kernel ``mma`` would start one block a head, each walking over all keys alone, while most of
 the GPU idles. Here a head's keys are cut into ``splits`` parts; each block attends to its own and leaves its state
-(m, l, acc) in float32, and a second kernel merges them, with m in base-2 units::
+(m, l, acc) in float32, and a second kernel merges them; m is the maximum of S before it is scaled, f = |scale| log2 e::
 
-    M = max_s m_s        O = sum_s 2^(m_s - M) acc_s / sum_s 2^(m_s - M) l_s
-    LSE = (M + log2 sum_s 2^(m_s - M) l_s) ln 2
+    M = max_s m_s        O = sum_s 2^((m_s - M) f) acc_s / sum_s 2^((m_s - M) f) l_s
+    LSE = (M f + log2 sum_s 2^((m_s - M) f) l_s) ln 2
 
 Flash decoding merges (O_s, LSE_s), which is one number a row less; but a float32 LSE of 1e5 has lost what tells parts
 apart, and m has not. A part in which a row sees nothing has m = -inf and weight 0. The order of the sums is fixed, so
