@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json as codec
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,15 +23,15 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "timeline"]
 
+LEAST_WIDTH = 100  # where no terminal says how wide a line may be
+
 
 def register(app: typer.Typer) -> None:
     app.command(name="timeline")(timeline)
 
 
 def timeline(
-    kernel: Annotated[str, typer.Option(help="A traced kernel, by name; --kernel list tells them.")] = (
-        "flash_forward.mma"
-    ),
+    kernel: Annotated[str, typer.Option(help="A traced kernel, by name.")] = "flash_forward.mma",
     machine: Annotated[str, typer.Option(help="cuda, emulator, or auto: a GPU if there is one.")] = "auto",
     m: Annotated[int, typer.Option(min=1, help="Rows of Q.")] = 128,
     n: Annotated[int, typer.Option(min=1, help="Keys.")] = 768,
@@ -174,34 +172,26 @@ def _encoded(trace: object) -> bytes:
 
 def _write(path: Path, data: bytes) -> None:
     """The whole file, or the one that was there before."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".flashnumba-")
+    partial = path.with_name(f".{path.name}.partial")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        partial.write_bytes(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _tell(records: Sequence[Record], summaries: Sequence[Summary]) -> None:
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, LEAST_WIDTH))
     table = Table(box=None, pad_edge=False)
-    for heading in ("", *(f"{r.kernel}, {r.machine}" for r in records)):
-        table.add_column(heading, justify="right" if heading else "left", overflow="fold")
-    rows = [("cycles", *(f"{s.cycles:.0f}" for s in summaries))]
+    table.add_column("share of the warps' time")
+    for record in records:
+        table.add_column(f"{record.kernel}, {record.machine}", justify="right", overflow="fold")
     for kind in summaries[0].shares:
-        rows.append((f"{kind}, share of the warps' time", *(f"{s.shares[kind]:.1%}" for s in summaries)))
-    rows.append(("copies under computation", *("-" if s.hidden is None else f"{s.hidden:.1%}" for s in summaries)))
-    for row in rows:
-        table.add_row(*row)
+        table.add_row(kind, *(f"{s.shares[kind]:.1%}" for s in summaries))
+    table.add_row("cycles", *(f"{s.cycles:.0f}" for s in summaries))
+    table.add_row("copying under computation", *("-" if s.hidden is None else f"{s.hidden:.1%}" for s in summaries))
     console.print(table, highlight=False)
     for record in records:
         if record.lost:

@@ -18,7 +18,7 @@ COLORS = {
     COPY: "#0072B2", WAIT: "#D8D8D8", QK: "#E69F00", SOFTMAX: "#009E73", PV: "#D55E00", STORE: "#CC79A7",
 }  # fmt: skip
 """Okabe and Ito's palette, told apart by colour-blind readers too; waiting is grey."""
-PHASES = {"in flight": "#0072B2", "there": "#D8D8D8", "multiplied": "#E69F00"}
+PHASES = {"filled, until the wait": "#0072B2", "ready": "#D8D8D8", "multiplied": "#E69F00"}
 MOST_ROWS = 48
 """Warps in one panel."""
 
@@ -88,7 +88,7 @@ def draw_warps(axes: Axes, record: Record) -> None:
 
 
 def draw_slots(axes: Axes, record: Record) -> None:
-    """A row for each slot of each block: bytes on their way, there, multiplied; the numbers are steps."""
+    """A row for each slot of each block: filled, ready, multiplied; the numbers are steps."""
     fills: dict[tuple[int, int], list[Fill]] = {}
     for fill in record.fills():
         fills.setdefault((fill.block, fill.slot), []).append(fill)
