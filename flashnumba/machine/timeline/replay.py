@@ -141,16 +141,17 @@ class _Simulation:
         if act is None:
             raise ValueError(f"event {event.name!r} of warp {warp.place[1]}, block {warp.place[0]}, is not known")
         if warp.loaded > now and event.name not in ("load", "clock", "issue"):
-            now = warp.loaded
+            self._at(warp.loaded, warp)  # what it books must not stand in the way of who comes before
+            return
         warp.times.append(now)
         then = act(warp, now, event)
         if then is not None:
             self._at(then, warp)
 
-    def _turn(self, warp: Warp, now: float, instructions: int = 1, ready: float = 0.0) -> float:
-        """When the warp's instruction is issued: its unit is ``ready`` and its partition has a turn."""
+    def _turn(self, warp: Warp, now: float, instructions: int = 1) -> float:
+        """When the warp's instruction is issued."""
         issue = warp.block.on.issue
-        start = max(now, issue[warp.part], ready)
+        start = max(now, issue[warp.part])
         issue[warp.part] = start + instructions
         return start
 
@@ -182,7 +183,7 @@ class _Simulation:
 
     def _do_mma(self, warp: Warp, now: float, event: Event) -> float:
         tensor, took = warp.block.on.tensor, event.a / self.costs.mma_rate
-        start = self._turn(warp, now, ready=tensor[warp.part])
+        start = max(self._turn(warp, now), tensor[warp.part])
         tensor[warp.part] = start + took
         warp.results[len(warp.times) - 1] = start + max(took, self.costs.mma_latency)
         return start + 1
@@ -192,7 +193,7 @@ class _Simulation:
 
     def _do_shared(self, warp: Warp, now: float, event: Event) -> float:
         machine = warp.block.on
-        start = self._turn(warp, now, ready=machine.shared)
+        start = max(self._turn(warp, now), machine.shared)
         machine.shared = start + event.a / self.costs.shared_rate
         return start + 1
 
