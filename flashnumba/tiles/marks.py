@@ -26,6 +26,10 @@ buffer of :mod:`flashnumba.machine.timeline.trace`::
         body(q, k, v, ..., log)                 #     body(q, k, v, ..., None)
         finish(log, trace)                      #
 
+The step and slot of a copy are those of the data that is copied: the slot it goes to, and the step that will use it. A
+wait for that step and slot, or for that step and ``ANY``, says that it is there; a product with the same step and slot,
+that it is used. From these three the lower half of the picture is drawn, and the overlap computed.
+
 A mark ends what the mark before it began, so spans of a warp cannot overlap. All lanes of the warp come to every mark,
 none under a condition that lanes answer differently. Lane 0 writes: one read of the multiprocessor's clock, and 8 bytes
 to device memory, for which it does not wait. A warp that has used up its room goes on counting; what is lost is told.
