@@ -13,14 +13,14 @@ from flashnumba import ladder
 from flashnumba.cli import app
 from flashnumba.commands import timeline as command
 from flashnumba.machine import compiler, gpu
-from flashnumba.machine.launcher import launch
+from flashnumba.machine.launcher import launch, prepare
 from flashnumba.machine.timeline.costs import COSTS, costs_of
 from flashnumba.machine.timeline.record import COMPUTE, from_json, to_json
 from flashnumba.machine.timeline.summary import summarise
 from flashnumba.machine.timeline.trace import ANY, COPY, KINDS, QK, WAIT, empty_trace
-from flashnumba.stages import traced
+from flashnumba.stages import heads, traced
 from flashnumba.stages.flash_forward.mma import PLANS, TRACED
-from flashnumba.stages.heads import prepare_heads
+from flashnumba.stages.heads import prepare_heads, signature
 
 
 def run(*args: str, code: int = 0):
@@ -226,6 +226,38 @@ def test_every_traced_kernel_is_known_by_its_stage():
     known = ladder.traced()
     assert known["flash_forward.mma"] is TRACED["mma"]
     assert all(name.split(".")[0] in ladder.NAMES for name in known)
+
+
+def test_the_way_over_a_gpu(small, monkeypatch):
+    """A stand-in for the GPU runs kernels on the emulator, whose clocks are then the host's: what is launched how
+    often, and what becomes of clocks."""
+    launches = []
+
+    def prepared(one, element, machine, device):
+        assert (element, machine, device) == ("float16", "cuda", None)
+        ready = prepare(one.kernel, signature(element, one.args), shared=one.shared, machine="emulator")
+
+        def call(grid, threads, args, stream):
+            assert not args[-1].any()
+            launches.append((grid, threads, args[-1].shape, stream))
+            ready(grid, threads, args)
+
+        return call
+
+    monkeypatch.setattr(heads, "machine_of", lambda machine, *_: (machine, "90a"))
+    monkeypatch.setattr(heads, "prepared", prepared)
+    for name, value in (("multiprocessors", 132), ("device_name", "a stand-in"), ("clock_rate", 1980000)):
+        monkeypatch.setattr(gpu, name, lambda *_, value=value: value)
+    monkeypatch.setattr(traced, "LAUNCHES", 2)
+    monkeypatch.setattr(traced, "MOST_BLOCKS", 1)
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.standard_normal((1, rows, 32)).astype(np.float16) for rows in (130, 300, 300))
+    record = traced.record("flash_forward.mma", TRACED["mma"], q, k, v, machine="cuda")
+    assert launches == [(2, 128, (1, 4, 10 + 2 * traced.MARKS), None)] * 2
+    assert (record.machine, record.device, record.arch, record.costs) == ("cuda", "a stand-in", "90a", {})
+    assert record.ghz == pytest.approx(1, rel=0.05)  # both clocks are in nanoseconds
+    assert [s[:5] for s in record.spans] == [s[:5] for s in small.spans if s.block == 0]
+    assert record.multiprocessors == {0: 0} and record.lost == 0
 
 
 @pytest.mark.gpu
