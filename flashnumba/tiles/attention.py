@@ -10,11 +10,11 @@ Two such column groups of S are, rounded and packed, one A operand of the produc
 away.
 
 Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^((s - m) factor)``, where m is the
-running maximum of s. The difference comes first: it is exact where it matters, near the maximum, whose own weight is 1
-and stays 1 when P is rounded to 16 bits. (FlashAttention-2 computes ``2^(s factor - m factor)`` with one fused
-multiply-add, an instruction an element less; at scores of 1e5 all weights of a row are then off by up to 0.5 %, which
-cancels but for P's rounding.) A scale below zero is turned into a sign of Q; one of zero, and others so small that the
-factor would vanish, become 2^-126, because 0 times -inf is no number.
+running maximum of s. As one fused multiply-add, ``s factor - (m factor)``, it is off by the rounding of the product in
+brackets: by less than 2^-16 where that is below :data:`NEAR`, and by 0.5 % of the weight at scores of 1e5, where the
+greatest weight would not be 1 any more and P's rounding would show it. So beyond :data:`NEAR` a warp first subtracts m
+from its S, which is exact where it matters, near the maximum. A scale below zero is turned into a sign of Q; one of
+zero, and others so small that the factor would vanish, become 2^-126, because 0 times -inf is no number.
 
 l is summed in each lane and over the four lanes of a row at the end; O is divided by it once, at the end.
 
@@ -52,6 +52,8 @@ ALIGNMENT = 128
 """Bytes that tiles in shared memory are aligned to."""
 LN_2 = 0.6931471805599453
 SMALLEST = 2.0**-126
+NEAR = 256.0
+"""Base-2 exponents up to which the maximum may be rounded when it is subtracted."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,9 @@ class Steps(NamedTuple):
         multiply_qk: ``(s, held, q_lane, k_lane)``: S = Q K^T.
         flatten: ``(s)``: zero times S: what is finite becomes zero, the rest no number.
         mask: ``(s, visible, lane)``: -inf from column ``visible[2 f + half]`` of the tile on, int32.
-        raise_maximum: ``(s, acc, m, l, origin, factor)``: m to the new maximum of S; acc and l in its units. ``origin``
-            is m, or 0 for a row of which nothing was visible yet.
-        exponentials: ``(p, s, l, origin, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
+        raise_maximum: ``(s, acc, m, l, bias, factor)``: m to the new maximum of S; acc and l in its units. Exponents
+            are then ``s factor + bias``, where nothing visible counts as a maximum of 0.
+        exponentials: ``(p, s, l, bias, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
             ...]``, packed as an A operand; l grows.
         multiply_pv: ``(acc, p, v_lane, k)``: O += P V for these keys.
         softmax_pv: ``(s, acc, m, l, factor, v_lane)``: the last three for a whole tile.
@@ -169,6 +171,12 @@ class Steps(NamedTuple):
 def factor_of(scale):
     """What scores are multiplied with to be exponents of 2; the sign is Q's, and a scale of zero the scores'."""
     return float32(1) if scale == float32(0) else max(abs(scale) * float32(LOG2_E), float32(SMALLEST))
+
+
+@device
+def seen(m):
+    """m, and 0 for a row that saw nothing, as -inf - -inf is no number."""
+    return float32(0) if m == float32(NOTHING) else m
 
 
 @device
@@ -279,9 +287,9 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                         acc[(f * d_groups + n) * 4 + 2 * half + 1] *= alpha[2 * f + half]
 
     @device
-    def raise_maximum(s, acc, m, l, origin, factor):
+    def raise_maximum(s, acc, m, l, bias, factor):
         alpha = cuda.local.array(rows, float32)
-        risen = False
+        risen, far = False, False
         for f in range(frags):
             for half in range(2):
                 r = 2 * f + half
@@ -291,9 +299,16 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                     top = max(top, max(s[at], s[at + 1]))
                 top = max(m[r], quad_max(top))
                 risen = risen or top > m[r]
-                origin[r] = float32(0) if top == float32(NOTHING) else top
-                alpha[r] = ex2_approx((m[r] - origin[r]) * factor)
+                origin = seen(top)
+                bias[r] = -(origin * factor)
+                far = far or not (abs(bias[r]) < float32(NEAR))
+                alpha[r] = ex2_approx((m[r] - origin) * factor)
                 m[r] = top
+        if vote_any(far):
+            for i in range(s_regs):
+                s[i] -= seen(m[2 * (i // (4 * n_groups)) + i // 2 % 2])
+            for r in range(rows):
+                bias[r] = float32(0)
         if lazy:
             if vote_any(risen):
                 rescale(acc, l, alpha)
@@ -301,14 +316,14 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
             rescale(acc, l, alpha)
 
     @device
-    def exponentials(p, s, l, origin, factor, k):
+    def exponentials(p, s, l, bias, factor, k):
         for f in range(frags):
             for i in range(2):
                 for half in range(2):
                     at = (f * n_groups + 2 * k + i) * 4 + 2 * half
                     r = 2 * f + half
-                    x = ex2_approx((s[at] - origin[r]) * factor)
-                    y = ex2_approx((s[at + 1] - origin[r]) * factor)
+                    x = ex2_approx(cuda.fma(s[at], factor, bias[r]))
+                    y = ex2_approx(cuda.fma(s[at + 1], factor, bias[r]))
                     l[r] += x + y
                     p[k * a_regs + 4 * f + 2 * i + half] = pack(x, y)
 
@@ -324,10 +339,10 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
     @device
     def softmax_pv(s, acc, m, l, factor, v_lane):
         p = cuda.local.array(p_regs, uint32)
-        origin = cuda.local.array(rows, float32)
-        raise_maximum(s, acc, m, l, origin, factor)
+        bias = cuda.local.array(rows, float32)
+        raise_maximum(s, acc, m, l, bias, factor)
         for k in range(bn // 16):
-            exponentials(p, s, l, origin, factor, k)
+            exponentials(p, s, l, bias, factor, k)
             multiply_pv(acc, p, v_lane, k)
 
     return Steps(

@@ -14,6 +14,7 @@ from flashnumba.machine.instructions import (
     ex2_approx,
     f32_to_bf16,
     global_address,
+    grid_dependency_wait,
     ld_global_f32,
     ld_global_v4_f32,
 )
@@ -25,7 +26,7 @@ __all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge", "warps_for"]
 
 MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse", "scale")
 AT_ONCE, MOST_WARPS = 8, 8
-MERGE_FAULTS = ("barrier", "weight")
+MERGE_FAULTS = ("barrier", "weight", "wait")
 """What can be planted."""
 
 
@@ -42,6 +43,7 @@ def make_merge(
 
     Args:
         d: columns there are at most, a multiple of 32.
+        arch: from "90" on it starts while the parts are still being computed, and waits.
         wide: the number of columns is a multiple of four.
         broken: plants one of :data:`MERGE_FAULTS`.
     """
@@ -49,7 +51,8 @@ def make_merge(
     groups = -(-d // (32 * width))  # of ``width`` columns, a lane
     per_lane = groups * width
     held, partial, states, columns_each = AT_ONCE * per_lane, (warps, d), (warps, 2), -(-d // threads)
-    no_barrier, unweighted = broken == "barrier", broken == "weight"
+    no_barrier, unweighted, early = broken == "barrier", broken == "weight", int(arch.rstrip("a")) >= 90
+    waits = early and broken != "wait"
     is_half = element == "float16"
 
     @device
@@ -66,7 +69,7 @@ def make_merge(
         else:
             loaded[at] = ld_global_f32(address)
 
-    @kernel(threads=threads, arch=arch, name="flash_forward.merge")
+    @kernel(threads=threads, arch=arch, early=early, name="flash_forward.merge")
     def merge(acc_parts, m_parts, l_parts, o, lse, scale):
         sums = cuda.shared.array(partial, float32)
         state = cuda.shared.array(states, float32)
@@ -86,6 +89,8 @@ def make_merge(
         m = cuda.local.array(AT_ONCE, float32)
         l = cuda.local.array(AT_ONCE, float32)
         top, total = float32(NOTHING), float32(0)
+        if waits:
+            grid_dependency_wait()
         for i in range(per_lane):
             acc[i] = float32(0)
         for s in range(warp, splits, warps * AT_ONCE):

@@ -213,7 +213,8 @@ def plan_split(shape: Shape) -> Plan:
     units = -(-rows // tiles.bm) * shape.kv_heads * shape.batch
     splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors)
     kernel = make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d)
-    merge = make_merge(tiles.d, shape.element, warps_for(splits), wide=shape.d % 4 == 0)
+    early = "90" if int(shape.arch.rstrip("a")) >= 90 else "80"
+    merge = make_merge(tiles.d, shape.element, warps_for(splits), early, wide=shape.d % 4 == 0)
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
         (
@@ -231,10 +232,13 @@ def compile_cases() -> Iterator[CompileCase]:
     chosen_for = ("80", "86", "90a", "120a")
     for element, d, m in (("float16", 64, 1), ("float16", 128, 1), ("bfloat16", 128, 1), ("float16", 256, 1),
                           ("float16", 128, 8)):  # fmt: skip
-        for launch in plan_split(Shape(element, 1, 64, 8, m, 8192, d)).launches:
-            if launch.args == MERGE_ARGS and m > 1:
-                continue
-            rows = "" if launch.args == MERGE_ARGS else f" {8 * m} rows"
-            title = f"{launch.kernel.__name__} {element} d {d}{rows}"
-            wanted = signature(element, launch.args)
-            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)
+        for arch, for_merge in (("90a", ("90a", "120a")), ("80", ("80", "86"))):
+            for launch in plan_split(Shape(element, 1, 64, 8, m, 8192, d, arch=arch)).launches:
+                merges = launch.args == MERGE_ARGS
+                if (merges and m > 1) or (not merges and arch == "80"):  # one kernel for all
+                    continue
+                what = f", tiles for sm_{arch}" if merges else f" {8 * m} rows"
+                yield CompileCase(
+                    f"{launch.kernel.__name__} {element} d {d}{what}", launch.kernel, signature(element, launch.args),
+                    launch.threads, launch.shared, chosen_for=for_merge if merges else chosen_for,
+                )  # fmt: skip
