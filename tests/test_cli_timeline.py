@@ -154,7 +154,7 @@ def test_two_traces_side_by_side_without_a_run(tmp_path, recorded):
     assert "flash_forward.mma, emulator" in result.output and "flash_forward.other, cuda" in result.output
     assert "7 marks of flash_forward.other found no room" in result.output
     assert "<svg" in picture.read_text() and picture.read_text().count("NVIDIA H200, measured") <= 1
-    run("--load", str(one), "--blocks", "1", "--out", str(picture))
+    run("--load", str(one), "--blocks", "1", "--window", "0:900", "--out", str(picture))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,8 @@ def test_two_traces_side_by_side_without_a_run(tmp_path, recorded):
         (["--cost", "magic=1"], "--cost is 'magic=1'"),
         (["--cost", "barrier=-1"], "--cost is 'barrier=-1'"),
         (["--out", "picture.docx"], "--out is 'picture.docx'; its suffix must be one of"),
+        (["--window", "8000:2000"], "--window is '8000:2000'; it must be two cycles, the smaller first"),
+        (["--window", "all"], "--window is 'all'"),
         (["--out", "picture"], "--out is 'picture'; its suffix"),
         (["--load", "nowhere.json"], "--load is 'nowhere.json', which cannot be read (No such file or directory)"),
         (["--beside", "nowhere.json"], "--beside is 'nowhere.json', which cannot be read"),

@@ -50,6 +50,7 @@ def timeline(
         Path | None, typer.Option(help="Draw this trace, written by --json, to the right.", show_default=False)
     ] = None,
     blocks: Annotated[int, typer.Option(min=1, help="Blocks to draw: those that shared a multiprocessor.")] = 3,
+    window: Annotated[str, typer.Option(help="Cycles to draw, e.g. 2000:8000.", show_default="all")] = "",
     arch: Annotated[str, typer.Option(help="The emulator's model: 80 or 90.")] = "90",
     multiprocessors: Annotated[int, typer.Option(min=0, help="The model's; 0: as many as the GPU has.")] = 0,
     resident: Annotated[int, typer.Option(min=1, help="Blocks that one of the model's holds at once.")] = 1,
@@ -70,6 +71,7 @@ def timeline(
 
     records = [] if beside is None else [_read("--beside", beside)]
     _check_picture(out)
+    span = _window(window)
     for option, path in (("--out", out), ("--json", json)):
         if path is not None:
             output_folder(option, path.parent)
@@ -85,7 +87,7 @@ def timeline(
     records = [first, *records]
     shown = [record.of(neighbours(record, blocks)) for record in records]
     try:
-        figure = draw(shown)
+        figure = draw(shown, span)
     except ValueError as error:
         refuse(str(error))
     picture = io.BytesIO()
@@ -156,6 +158,15 @@ def _read(option: str, path: Path) -> Record:
         refuse(f"{option} is '{path}', which cannot be read ({error.strerror})")
     except ValueError as error:
         refuse(f"{option} is '{path}', which cannot be used: {error}")
+
+
+def _window(text: str) -> tuple[float, float] | None:
+    if not text:
+        return None
+    lo, _, hi = text.partition(":")
+    if not (lo.strip().isdecimal() and hi.strip().isdecimal() and int(lo) < int(hi)):
+        refuse(f"--window is {text!r}; it must be two cycles, the smaller first, as in 2000:8000")
+    return float(lo), float(hi)
 
 
 def _check_picture(path: Path) -> None:

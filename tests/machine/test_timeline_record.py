@@ -178,6 +178,8 @@ def test_the_picture_has_a_column_for_each_record_on_one_scale():
     assert not empty.get_visible()
     # Bars of one kind are one collection: copies, waits, QK and PV of each of two warps.
     assert [len(c.get_paths()) for c in warps.collections] == [2, 2, 2, 1, 1, 2, 2, 1]
+    near = draw([TWO], window=(100, 200))
+    assert near.axes[0].get_xlim() == (99, 201)
     alone = draw([made(Span(0, 0, QK, 0, ANY, 0, 5))])
     assert len(alone.axes) == 1
 

@@ -19,6 +19,8 @@ COLORS = {
 }  # fmt: skip
 """Okabe and Ito's palette, told apart by colour-blind readers too; waiting is grey."""
 PHASES = {"filled, until the wait": "#0072B2", "ready": "#D8D8D8", "multiplied": "#E69F00"}
+NARROW = 0.015
+"""Share of a panel's width from which a bar has room for a number."""
 MOST_ROWS = 48
 """Warps in one panel."""
 
@@ -29,8 +31,8 @@ def neighbours(record: Record, most: int) -> list[int]:
     return [b for b in blocks if record.multiprocessors[b] == record.multiprocessors[blocks[0]]][:most]
 
 
-def draw(records: Sequence[Record]) -> Figure:
-    """A column for each record, all on one scale of cycles.
+def draw(records: Sequence[Record], window: tuple[float, float] | None = None) -> Figure:
+    """A column for each record, all on one scale of cycles; ``window``: from one cycle to another, all of it if None.
 
     Raises:
         ValueError: a record without spans, or with more than :data:`MOST_ROWS` warps.
@@ -50,6 +52,8 @@ def draw(records: Sequence[Record]) -> Figure:
         len(heights), len(records), squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
     )
     figure.set_layout_engine("constrained")
+    lo, hi = window or (0, max(record.cycles for record in records))
+    panels[0, 0].set_xlim(lo - 0.01 * (hi - lo), hi + 0.01 * (hi - lo))  # of all panels
     for record, column, held in zip(records, panels.T, slots, strict=True):
         draw_warps(column[0], record)
         device = record.device if record.machine == "emulator" else f"{record.device}, measured"
@@ -102,6 +106,9 @@ def draw_slots(axes: Axes, record: Record) -> None:
             for color, lo, hi in zip(PHASES.values(), edges, edges[1:], strict=False):
                 if hi > lo:
                     axes.broken_barh([(lo, hi - lo)], (at - 0.36, 0.72), color=color, alpha=0.55, lw=0)
-            axes.text((edges[0] + max(edges)) / 2, at, str(f.step), ha="center", va="center", fontsize=7)
+            if max(edges) - edges[0] > NARROW * (axes.get_xlim()[1] - axes.get_xlim()[0]):
+                axes.text(
+                    (edges[0] + max(edges)) / 2, at, str(f.step), ha="center", va="center", fontsize=7, clip_on=True
+                )
     axes.set_yticks(range(len(ticks)), ticks, fontsize=8)
     axes.set_ylim(len(ticks) - 0.4, -0.6)

@@ -59,7 +59,7 @@ def summarise(record: Record) -> Summary:
         lives[s.block, s.warp] = min(lo, s.begin), max(hi, s.end)
         spent[KINDS[s.kind]] += s.end - s.begin
     total = sum(hi - lo for lo, hi in lives.values())
-    spent["other"] += total - sum(spent.values())
+    spent["other"] += max(0.0, total - sum(spent.values()))
     work = {
         block: merged(s[5:] for s in record.spans if s.block == block and s.kind in COMPUTE)
         for block in record.multiprocessors
