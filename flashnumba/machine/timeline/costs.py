@@ -3,18 +3,19 @@
 The model is coarse on purpose: a handful of queues whose rates are on data sheets, and a few latencies. It shows what
 can overlap with what and which unit is the busiest; it does not predict a kernel's time.
 
-Rates. A multiprocessor has four partitions, each with a tensor core and one instruction a cycle. FP16 peak
-by NVIDIA's data sheets: A100 312 TFLOP/s = 108 multiprocessors x 1.41 GHz x 4 x 256 multiply-adds, so that an m16n8k16
-(2048) takes 8 cycles; H100 SXM 989 TFLOP/s = 132 x 1.83 GHz x 4 x 512. On Hopper only wgmma reaches that; of
-mma.sync 62 % of it is taken, 6.5 cycles an m16n8k16 (microbenchmarks such as Luo et al., arXiv 2402.13499). Arithmetic by the CUDA programming guide's
-table of throughputs: float32 64 a cycle and multiprocessor on sm_80, 128 on sm_90; comparisons, conversions and
+Rates. A multiprocessor has four partitions, each with a tensor core and one instruction a cycle. FP16 peak by NVIDIA's
+data sheets: A100 312 TFLOP/s = 108 multiprocessors x 1.41 GHz x 4 x 256 multiply-adds, so that an m16n8k16 (2048) takes
+8 cycles; H100 SXM 989 TFLOP/s = 132 x 1.83 GHz x 4 x 512. On Hopper only wgmma reaches that; of mma.sync 62 % of it is
+taken, 6.5 cycles an m16n8k16 (microbenchmarks such as Luo et al., arXiv 2402.13499). Arithmetic by the CUDA programming
+guide's table of throughputs: float32 64 a cycle and multiprocessor on sm_80, 128 on sm_90; comparisons, conversions and
 integers 64; special functions (ex2) 16; a warp has 32 of each in one of four partitions. Shared memory: 32 banks of 4
 bytes a cycle.
 
 Latencies. About 33 cycles from an mma to its result (as above, and Sun et al., arXiv 2206.02874). Of memory, copies and
 barriers there is no one number: what stands here is of the size of published microbenchmarks without load (some 200 to
-300 cycles for the second-level cache, 450 to 650 for device memory), and is an assumption, as is the rate at which one multiprocessor copies: between its share of device memory (13 bytes a cycle on an A100, 20
-on an H200) and the 64 of its port.
+300 cycles for the second-level cache, 450 to 650 for device memory), and is an assumption. So is the rate at which one
+multiprocessor copies: between its share of device memory (13 bytes a cycle on an A100, 20 on an H200) and the 64 of its
+port.
 """
 
 from __future__ import annotations
