@@ -140,6 +140,7 @@ def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...
     plain = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}[element]
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
+    known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
     ranks = {"acc_parts": 5, "m_parts": 4, "l_parts": 4}
     return tuple(known.get(a) or types.Array(types.float32, ranks[a], "C") for a in args)
 
