@@ -144,6 +144,7 @@ def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...
     plain = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}[element]
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
+    known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
     known |= {name: types.Array(getattr(types, kind), rank, "C") for name, (kind, rank) in SCRATCH.items()}
     return tuple(known[a] for a in args)
 

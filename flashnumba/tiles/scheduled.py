@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
 from flashnumba.machine.instructions import atom_add_acq_rel_gpu_u32, global_address, grid_dependency_wait
 from flashnumba.machine.numba import cuda, int32, int64, uint32
 from flashnumba.tiles.attention import AttentionTiles
@@ -17,7 +17,7 @@ from flashnumba.tiles.elements import ITEMSIZE
 from flashnumba.tiles.forward import make_attend
 from flashnumba.tiles.schedule import SCHEDULES, heads_near
 
-__all__ = ["FAULTS", "clear", "make_scheduled"]
+__all__ = ["FAULTS", "clear", "make_place", "make_scheduled"]
 
 FAULTS = ("twice", "left_out", "turn_barrier", "ticket_barrier", "partner")
 """What can be planted beside the faults of :mod:`flashnumba.tiles.forward`."""
@@ -37,6 +37,26 @@ def clear(counter):
 
 
 @cache
+def make_place(tiles: AttentionTiles, element: str, piece: DeviceFunction) -> DeviceFunction:
+    """``place(q, k, causal, number) -> (batch, head, tile, row tiles of a head)``, int64: where piece ``number`` lies.
+
+    Args:
+        piece: of a :class:`~flashnumba.tiles.schedule.Schedule`.
+    """
+    bm, itemsize = tiles.bm, ITEMSIZE[element]
+
+    @device
+    def place(q, k, causal, number):
+        row_tiles, heads = (q.shape[2] + (bm - 1)) // bm, q.shape[0] * q.shape[1]
+        near = heads_near(heads, uint32(q.shape[1]) // uint32(k.shape[1]), k.shape[2], q.shape[3] * itemsize)
+        head, tile = piece(number, uint32(row_tiles), uint32(heads), near, causal)
+        batch, head = uint32(head) // uint32(q.shape[1]), uint32(head) % uint32(q.shape[1])
+        return int64(batch), int64(head), int64(tile), row_tiles
+
+    return place
+
+
+@cache
 def make_scheduled(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, schedule: str = "longest_first",
     even: bool = True, early: bool = False, name: str = "", broken: str = "",
@@ -52,34 +72,24 @@ def make_scheduled(
         broken: plants one of :data:`FAULTS`, or of :data:`flashnumba.tiles.forward.FAULTS`.
     """
     chosen = SCHEDULES[schedule]
-    piece, turns = chosen.piece, uint32(chosen.turns)
+    turns, place, bm = uint32(chosen.turns), make_place(tiles, element, chosen.piece), tiles.bm
     attend = make_attend(tiles, element, vector, arch, even=even, broken="" if broken in FAULTS else broken)
-    bm, itemsize = tiles.bm, ITEMSIZE[element]
     twice, left_out, shift = broken == "twice", broken == "left_out", int(broken == "partner")
     turn_barrier, ticket_barrier = broken != "turn_barrier", broken != "ticket_barrier"
 
     @device
-    def sizes(q, k):
-        """(row tiles of a head, heads in all, heads of a section), uint32."""
-        heads = q.shape[0] * q.shape[1]
-        near = heads_near(heads, uint32(q.shape[1]) // uint32(k.shape[1]), k.shape[2], q.shape[3] * itemsize)
-        return uint32((q.shape[2] + (bm - 1)) // bm), uint32(heads), near
-
-    @device
     def do(q, k, v, o, lse, scale, causal, number):
         """Piece ``number`` of the work, if it is one."""
-        row_tiles, heads, near = sizes(q, k)
-        head, tile = piece(number, row_tiles, heads, near, causal)
+        batch, head, tile, row_tiles = place(q, k, causal, number)
         if shift != 0 and number >= cuda.gridDim.x:
-            tile += uint32(shift)
+            tile += shift
         if left_out and number == 0:
             tile = row_tiles
         if (turns == 1 and not left_out) or tile < row_tiles:
-            batch, head = int64(uint32(head) // uint32(q.shape[1])), int64(uint32(head) % uint32(q.shape[1]))
-            attend(q, k, v, o, lse, scale, causal, batch, head, int64(tile))
+            attend(q, k, v, o, lse, scale, causal, batch, head, tile)
             if twice and number == 0:
                 cuda.syncthreads()  # nobody reads the Q, K and V of the first time
-                attend(q, k, v, o, lse, scale, causal, batch, head, int64(tile))
+                attend(q, k, v, o, lse, scale, causal, batch, head, tile)
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
     def one_piece(q, k, v, o, lse, scale, causal):
@@ -112,9 +122,9 @@ def make_scheduled(
     def persistent(q, k, v, o, lse, scale, causal, counter):
         ticket = cuda.shared.array(1, uint32)
         wait_for_clear()
-        row_tiles, heads, _ = sizes(q, k)
+        pieces = uint32((q.shape[2] + (bm - 1)) // bm) * uint32(q.shape[0] * q.shape[1])
         number = draw(counter, ticket)
-        while number < row_tiles * heads:
+        while number < pieces:
             do(q, k, v, o, lse, scale, causal, number)
             number = draw(counter, ticket)
 

@@ -80,9 +80,9 @@ def balanced_tiles(shape: Shape) -> AttentionTiles:
     """The same for all schedules. A loop around a piece takes registers that two fragments a warp do not always leave:
     they do on sm_90; elsewhere a warp has 16 rows, and the promise of one block keeps the compiler from saving."""
     usual = tiles_for(shape.d, shape.arch, shape.vector)
-    if usual.frags == 1 or shape.arch.startswith("90"):
+    if shape.arch.startswith("90"):
         return usual
-    return replace(stack_for(4, shape.d, shape.arch), min_blocks=1)
+    return replace(usual if usual.frags == 1 else stack_for(4, shape.d, shape.arch), min_blocks=1)
 
 
 def stack_for(warps: int, d: int, arch: str) -> AttentionTiles:

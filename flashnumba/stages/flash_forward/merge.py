@@ -14,12 +14,12 @@ from flashnumba.machine.instructions import (
     ex2_approx,
     f32_to_bf16,
     global_address,
-    grid_dependency_wait,
     ld_global_f32,
     ld_global_v4_f32,
 )
 from flashnumba.machine.numba import cuda, float16, float32, int64, uint64
 from flashnumba.tiles.attention import factor_of, log_sum, share_of
+from flashnumba.tiles.dependency import can_start_early, make_wait
 from flashnumba.tiles.online import NOTHING
 
 __all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge", "warps_for"]
@@ -51,8 +51,8 @@ def make_merge(
     groups = -(-d // (32 * width))  # of ``width`` columns, a lane
     per_lane = groups * width
     held, partial, states, columns_each = AT_ONCE * per_lane, (warps, d), (warps, 2), -(-d // threads)
-    no_barrier, unweighted, early = broken == "barrier", broken == "weight", int(arch.rstrip("a")) >= 90
-    waits = early and broken != "wait"
+    no_barrier, unweighted = broken == "barrier", broken == "weight"
+    wait = make_wait(arch, broken != "wait")
     is_half = element == "float16"
 
     @device
@@ -69,7 +69,7 @@ def make_merge(
         else:
             loaded[at] = ld_global_f32(address)
 
-    @kernel(threads=threads, arch=arch, early=early, name="flash_forward.merge")
+    @kernel(threads=threads, arch=arch, early=can_start_early(arch), name="flash_forward.merge")
     def merge(acc_parts, m_parts, l_parts, o, lse, scale):
         sums = cuda.shared.array(partial, float32)
         state = cuda.shared.array(states, float32)
@@ -89,8 +89,7 @@ def make_merge(
         m = cuda.local.array(AT_ONCE, float32)
         l = cuda.local.array(AT_ONCE, float32)
         top, total = float32(NOTHING), float32(0)
-        if waits:
-            grid_dependency_wait()
+        wait()
         for i in range(per_lane):
             acc[i] = float32(0)
         for s in range(warp, splits, warps * AT_ONCE):

@@ -14,36 +14,56 @@ Source: Dao, FlashAttention-2, arXiv 2307.08691.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from flashnumba.machine.function import Kernel
+from flashnumba.machine.function import Kernel, kernel
+from flashnumba.machine.numba import cuda, uint32, uint64
 from flashnumba.stages.flash_forward import split
-from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
+from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
-from flashnumba.tiles.forward import check_element, tier, tiles_for
+from flashnumba.tiles.forward import check_element, make_attend, tier, tiles_for
+from flashnumba.tiles.marks import LOG, make_marks
 from flashnumba.tiles.schedule import SCHEDULES
-from flashnumba.tiles.scheduled import make_scheduled
+from flashnumba.tiles.scheduled import make_place, make_scheduled
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["PLANS", "compile_cases", "make_mma", "plan_mma"]
+__all__ = ["PLANS", "TRACED", "compile_cases", "make_mma", "plan_mma"]
 
 
 @cache
 def make_mma(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, schedule: str = "longest_first",
-    even: bool = True, broken: str = "",
+    even: bool = True, traced: bool = False, broken: str = "",
 ) -> Kernel:  # fmt: skip
-    """The kernel for float16 or bfloat16; arguments as :func:`flashnumba.tiles.scheduled.make_scheduled`."""
-    return make_scheduled(
-        tiles, element, vector, arch, schedule=schedule, even=even, name="flash_forward.mma", broken=broken
-    )
+    """The kernel for float16 or bfloat16; arguments as :func:`flashnumba.tiles.scheduled.make_scheduled`.
+
+    Args:
+        traced: leaves marks, written into an argument ``trace``; of a schedule with one piece a block.
+    """
+    if not traced:
+        return make_scheduled(
+            tiles, element, vector, arch, schedule=schedule, even=even, name="flash_forward.mma", broken=broken
+        )
+    place = make_place(tiles, element, SCHEDULES[schedule].piece)
+    attend = make_attend(tiles, element, vector, arch, even=even, traced=True, broken=broken)
+    start, _, finish = make_marks(traced)
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.mma traced")
+    def mma_traced(q, k, v, o, lse, scale, causal, trace):
+        log = cuda.local.array(LOG, uint64)
+        start(log, trace)
+        batch, head, tile, _ = place(q, k, causal, uint32(cuda.blockIdx.x))
+        attend(q, k, v, o, lse, scale, causal, batch, head, tile, log)
+        finish(log, trace)
+
+    return mma_traced
 
 
-def plan_mma(shape: Shape) -> Plan:
-    """A block for each unit of the schedule's work.
+def plan_mma(shape: Shape, *, traced: bool = False) -> Plan:
+    """A block for each tile of rows of each head; ``traced``: with marks, written into an argument ``trace``.
 
     Raises:
         ValueError: float32, or bfloat16 below sm_80.
@@ -51,10 +71,11 @@ def plan_mma(shape: Shape) -> Plan:
     check_element(shape.element, shape.arch)
     tiles, schedule = tiles_for(shape.d, shape.arch, shape.vector), schedule_for(shape)
     kernel = make_mma(
-        tiles, shape.element, shape.vector, tier(shape.arch), schedule=schedule, even=shape.d == tiles.d
+        tiles, shape.element, shape.vector, tier(shape.arch), schedule=schedule, even=shape.d == tiles.d, traced=traced
     )  # fmt: skip
     blocks = SCHEDULES[schedule].blocks(-(-shape.m // tiles.bm), shape.heads * shape.batch)
-    return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared),))
+    args = (*ARGUMENTS, "trace") if traced else ARGUMENTS
+    return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared, args),))
 
 
 def schedule_for(shape: Shape) -> str:
@@ -63,6 +84,8 @@ def schedule_for(shape: Shape) -> str:
 
 
 PLANS: dict[str, Planner] = {"mma": plan_mma, "split": split.plan_split}
+TRACED: dict[str, Planner] = {"mma": partial(plan_mma, traced=True)}
+"""Kernels that ``flashnumba timeline`` can run."""
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -142,7 +142,7 @@ def test_grids():
 def test_the_tiles_of_the_flash_forward_where_they_leave_registers():
     for arch, same in (("75", True), ("80", False), ("89", False), ("90a", True), ("120a", False)):
         shape = Shape("float16", 1, 1, 1, 512, 512, 128, True, arch=arch)
-        assert (mma.balanced_tiles(shape) == tiles_for(128, arch)) is same
+        assert (replace(mma.balanced_tiles(shape), min_blocks=0) == tiles_for(128, arch)) is same
         assert mma.balanced_tiles(shape).shared <= tiles_for(128, arch).shared
     for d in (32, 64, 128):
         for warps in (4, 8):
