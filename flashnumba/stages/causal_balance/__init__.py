@@ -109,7 +109,7 @@ STAGE = Stage(
     name="causal_balance",
     title="Causal load balance",
     question="Who gets which part of a triangle, and who begins?",
-    teaches="triangular work: who gets which part, and who begins",
+    teaches="triangular work",
     lesson="07_causal_balance",
     rungs=(
         Rung(
