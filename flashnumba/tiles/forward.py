@@ -22,21 +22,23 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, factor_of, log_sum, make_steps
+from flashnumba.tiles.chain import STRIDED, make_chain, order_for
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.rows import make_hide, make_store
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
 
 FAULTS = (
-    "barrier", "v_barrier", "wait", "early_copy", "swizzle", "stride", "rescale", "tail", "causal", "sign",
+    "barrier", "v_barrier", "wait", "early_copy", "swizzle", "stride", "rescale", "tail", "causal", "sign", "order",
 )  # fmt: skip
 """What can be planted."""
 
 
 @cache
 def make_attend(
-    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, broken: str = ""
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True,
+    chain: str = "registers", broken: str = "",
 ) -> DeviceFunction:
     """``attend(q, k, v, o, lse, scale, causal, batch, head, block)``: rows ``tiles.bm * block`` and on of a head.
 
@@ -50,7 +52,9 @@ def make_attend(
         vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
-        broken: plants one of :data:`FAULTS`.
+        chain: how P comes from the first product to the second, of :data:`flashnumba.tiles.chain.WAYS`. ``shared``
+            takes :func:`flashnumba.tiles.chain.shared_of` further bytes of shared memory.
+        broken: plants one of :data:`FAULTS`, or of those of the chain.
 
     Raises:
         ValueError: more than two slots.
@@ -59,17 +63,22 @@ def make_attend(
         raise ValueError(f"slots is {tiles.slots}; this schedule has one or two")
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch = tiles.pitch
-    steps = make_steps(tiles, element, arch, rescaled=broken != "rescale")
-    clear, negate_q, load_q, multiply_qk, flatten, softmax_pv = (
-        steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.softmax_pv
+    order = order_for(chain, tiles.nbytes)
+    steps = make_steps(tiles, element, arch, order=order, rescaled=broken != "rescale")
+    clear, negate_q, load_q, multiply_qk, flatten = (
+        steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten
     )  # fmt: skip
+    keep, softmax_pv = make_chain(chain, tiles, element, steps, arch, broken)
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
     next_row = int(broken != "causal")
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     store = make_store(tiles, element, vector, arch, even=even)
     copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even)
-    copy_k = make_copy_tile(bn, d, threads, vector, arch, even=even, on=broken != "swizzle")
+    copied = None if order == NATURAL else order
+    if broken == "order":
+        copied = None if copied else STRIDED
+    copy_k = make_copy_tile(bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied)
     copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even)
     slot_bytes = bn * pitch
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
@@ -84,6 +93,7 @@ def make_attend(
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
         v_tile = k_tile + uint32(slots * slot_bytes)
+        p_tile = v_tile + uint32(slots * slot_bytes)
         lane = int32(cuda.threadIdx.x & 31)
         warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
 
@@ -106,6 +116,8 @@ def make_attend(
 
         factor = factor_of(scale)
         q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
+        kept = cuda.local.array(2, uint32)
+        keep(kept, p_tile, warp_row, lane)
         held = cuda.local.array(q_regs, uint32)
         s = cuda.local.array(s_regs, float32)
         acc = cuda.local.array(o_regs, float32)
@@ -155,7 +167,7 @@ def make_attend(
                     key = (j + 1) * bn
                     copy_k(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
                 commit()
-            softmax_pv(s, acc, m, l, factor, v_lane + here)
+            softmax_pv(s, acc, m, l, factor, v_lane + here, kept)
 
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
