@@ -136,9 +136,13 @@ class Heads:
 
 
 def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...]:
-    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed."""
-    plain = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}[element]
+    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed. The o of FP8 is float16."""
+    plain = {
+        "float32": types.float32, "float16": types.float16, "bfloat16": types.uint16, "float8_e4m3fn": types.uint8
+    }[element]  # fmt: skip
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
+    if element == "float8_e4m3fn":
+        known["o"] = types.Array(types.float16, 4, "A")
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
     ranks = {"acc_parts": 5, "m_parts": 4, "l_parts": 4}
     return tuple(known.get(a) or types.Array(types.float32, ranks[a], "C") for a in args)

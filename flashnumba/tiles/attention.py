@@ -144,14 +144,15 @@ class AttentionTiles:
         return swizzle(self.units).pitch
 
     @property
-    def v_slot(self) -> int:
-        """Bytes of a tile of V."""
-        return self.bn * self.pitch if self.nbytes == 2 else self.d * swizzle(self.bn // 2).pitch
+    def slot(self) -> int:
+        """Bytes of a tile of K, or of V."""
+        by_columns = self.d * swizzle(self.bn // 2).pitch if self.nbytes == 1 else 0
+        return max(self.bn * self.pitch, by_columns)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return ALIGNMENT + self.pitch * (self.bm + self.slots * self.bn) + self.slots * self.v_slot
+        return ALIGNMENT + self.pitch * self.bm + 2 * self.slots * self.slot
 
 
 class Steps(NamedTuple):

@@ -55,6 +55,7 @@ def make_waiting(asynchronous: bool, pending: int, waits: bool = True) -> tuple[
 def make_copy_tile(
     rows: int, columns: int, threads: int, vector: int, arch: str = "80", *, even: bool = False, on: bool = True,
     packed: bool = False, order: tuple[int, int, int] | None = None,
+    nbytes: int = 2,
 ) -> DeviceFunction:  # fmt: skip
     """``copy_tile(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
 
@@ -64,7 +65,7 @@ def make_copy_tile(
     128.
 
     Args:
-        rows, columns: of the tile, 16-bit elements; columns are a multiple of 32.
+        rows, columns: of the tile; columns are a multiple of 64 bytes.
         threads: of the block.
         vector: bytes that every row is aligned to and a multiple of, 16, 8 or 4, where ``row_step`` is 0 to 2^23; 2 for
             elements at any distance.
@@ -75,19 +76,23 @@ def make_copy_tile(
             0 on.
         order: of each 16 rows, as :class:`flashnumba.tiles.attention.Order` counts them: row ``8 t + 2 q + i`` of the
             tile is row ``order[0] q + order[1] t + order[2] i`` of the source. As they are if None.
+        nbytes: of an element, 2; or 1 with ``vector`` 16.
 
     Raises:
         ValueError: the threads do not share out the rows evenly, or not by the sixteen that an order needs.
     """
-    together = 8 if columns % 64 == 0 else 4
+    elements = 16 // nbytes
+    together = 8 if columns % (8 * elements) == 0 else 4
     rows_at_once = threads // together
-    if columns % 32 or rows % rows_at_once:
+    if nbytes == 1 and vector != 16:
+        raise ValueError(f"vector is {vector}; rows of 8-bit elements are copied 16 bytes at a time")
+    if columns % (4 * elements) or rows % rows_at_once:
         raise ValueError(f"{threads} threads do not share out {rows} rows of {columns} elements")
     if order and rows_at_once % 16:
         raise ValueError(f"{threads} threads copy {rows_at_once} rows at once; for an order it must be a multiple of 16")
-    steps, groups = rows // rows_at_once, columns // (8 * together)
+    steps, groups = rows // rows_at_once, columns // (elements * together)
     by_lane, by_tile, by_pair = order or (0, 0, 0)
-    layout = swizzle(columns, on)
+    layout = swizzle(columns * nbytes // 2, on)
     place, pitch = layout.at, layout.pitch
     copy_chunk = _make_copy_chunk(vector, arch)
     near = vector >= 4
@@ -133,8 +138,8 @@ def make_copy_tile(
                 for g in range(groups):
                     there = int32(16)
                     if not even:
-                        left = int32(columns_left) - int32(8) * int32(chunk) - int32(8 * together * g)
-                        there = min(int32(16), max(int32(0), int32(2) * left))
+                        left = int32(columns_left) - int32(elements) * int32(chunk) - int32(elements * together * g)
+                        there = min(int32(16), max(int32(0), int32(nbytes) * left))
                     if int64(from_row) + int64(i * rows_at_once) >= int64(rows_left):
                         there = int32(0)
                     if near:

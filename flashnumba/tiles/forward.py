@@ -23,9 +23,11 @@ from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, factor_of, log_sum, make_steps
-from flashnumba.tiles.chain import STRIDED, make_chain, order_for
+from flashnumba.tiles.chain import P_LOG2, STRIDED, make_chain, order_for
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.fp8 import make_copy_by_columns, with_values_by_columns
 from flashnumba.tiles.rows import make_hide, make_store
+from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
 
@@ -48,7 +50,8 @@ def make_attend(
 
     Args:
         tiles: with one or two slots.
-        element: float16 or bfloat16.
+        element: float16 or bfloat16; or ``float8_e4m3fn``, whose arrays are uint8, with o in float16, ``vector`` 16, a
+            head dimension that is a multiple of 16, and V as :mod:`flashnumba.tiles.fp8` wants it.
         vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
@@ -57,14 +60,19 @@ def make_attend(
         broken: plants one of :data:`FAULTS`, or of those of the chain.
 
     Raises:
-        ValueError: more than two slots.
+        ValueError: more than two slots, or FP8 tiles that leave no room for O.
     """
     if tiles.slots > 2:
         raise ValueError(f"slots is {tiles.slots}; this schedule has one or two")
+    eight = tiles.nbytes == 1
+    if eight and tiles.bm * swizzle(tiles.d).pitch > tiles.shared - ALIGNMENT:
+        raise ValueError(f"{tiles.bm} rows of {tiles.d} float16 do not fit in the tiles' {tiles.shared} bytes")
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch = tiles.pitch
     order = order_for(chain, tiles.nbytes)
     steps = make_steps(tiles, element, arch, order=order, rescaled=broken != "rescale")
+    if eight:
+        steps = with_values_by_columns(steps, tiles, element, arch)
     clear, negate_q, load_q, multiply_qk, flatten = (
         steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten
     )  # fmt: skip
@@ -73,14 +81,16 @@ def make_attend(
     row_total = steps.total
     next_row = int(broken != "causal")
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
-    store = make_store(tiles, element, vector, arch, even=even)
-    copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even)
+    store = make_store(tiles, "float16" if eight else element, vector, arch, even=even)
+    copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even, nbytes=tiles.nbytes)
     copied = None if order == NATURAL else order
     if broken == "order":
         copied = None if copied else STRIDED
-    copy_k = make_copy_tile(bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied)
-    copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even)
-    slot_bytes = bn * pitch
+    copy_k = make_copy_tile(
+        bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied, nbytes=tiles.nbytes
+    )
+    copy_v = make_copy_by_columns(tiles) if eight else make_copy_tile(bn, d, threads, vector, arch, even=even)
+    slot_bytes, weights_log2 = tiles.slot, P_LOG2 if eight else 0
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
     swapped, no_sign = broken == "stride", broken == "sign"
@@ -173,7 +183,12 @@ def make_attend(
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
             if (lane & 3) == 0 and row < m_rows:
-                lse[batch, head, row] = log_sum(m[r], total)
+                top = m[r]
+                if eight:
+                    top -= float32(weights_log2)  # the sum has the factor of the weights
+                lse[batch, head, row] = log_sum(top, total)
+        if eight:
+            cuda.syncthreads()  # nobody reads K any more: O takes twice the room of Q
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 
