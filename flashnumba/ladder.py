@@ -22,6 +22,7 @@ NAMES = (
     "online_softmax",
     "gemm",
     "flash_forward",
+    "chained_gemm",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

@@ -47,12 +47,17 @@ ELEMENT = "float8_e4m3fn"
 """Of q, k and v, as ml_dtypes and torch call it."""
 
 
-def tiles_for(d: int) -> AttentionTiles:
-    """Tiles for a head dimension. What registers hold is as large as for 16 bits, what lies in shared memory half."""
-    d = -(-d // 64) * 64
+def tiles_for(d: int, arch: str) -> AttentionTiles:
+    """Tiles for a head dimension. What registers hold is as large as for 16 bits, what lies in shared memory half.
+
+    Where the assembler converts operands to float16 that takes registers too, so a warp has one fragment of rows.
+    """
+    d, converts = -(-d // 64) * 64, arch.rstrip("a") in ("90", "100")
     if d > 128:
         return AttentionTiles(d, 64, 64, nbytes=1)
-    return AttentionTiles(d, 128, 64, slots=2, lazy=d == 128, nbytes=1)
+    if converts:
+        return AttentionTiles(d, 64, 64, slots=2, nbytes=1)
+    return AttentionTiles(d, 128, 64, slots=2 if d == 64 else 1, lazy=d == 128, nbytes=1)
 
 
 def plan_chained(way: str, shape: Shape, tiles: AttentionTiles | None = None, *, broken: str = "") -> Plan:
@@ -65,7 +70,7 @@ def plan_chained(way: str, shape: Shape, tiles: AttentionTiles | None = None, *,
         raise ValueError(f"q is {shape.element} with rows of {shape.d}; it must be {ELEMENT}, in multiples of 16 bytes")
     if int(shape.arch.rstrip("a")) < 89:
         raise ValueError(f"tensor cores multiply {ELEMENT} from sm_89 on; this is sm_{shape.arch}")
-    tiles = tiles or tiles_for(shape.d)
+    tiles = tiles or tiles_for(shape.d, shape.arch)
     made = make_chained(way, tiles, ELEMENT, 16, "89", even=shape.d == tiles.d, broken=broken)
     blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
     most = max(shared_of(each, tiles) for each in WAYS)
@@ -189,7 +194,10 @@ def compile_cases() -> Iterator[CompileCase]:
 
     for way in WAYS:
         for d in (64, 128):
-            (launch,) = plan_chained(way, Shape(ELEMENT, 1, 1, 1, 4096, 4096, d, arch="89")).launches
-            yield CompileCase(
-                f"chained_gemm.{way} e4m3 d {d}", launch.kernel, signature_of(ELEMENT), launch.threads, launch.shared
-            )
+            for chosen_for in (("89", "120a"), ("90a", "100a")):
+                shape = Shape(ELEMENT, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
+                (launch,) = plan_chained(way, shape).launches
+                title = f"chained_gemm.{way} e4m3 d {d}, tiles for sm_{chosen_for[0]}"
+                yield CompileCase(
+                    title, launch.kernel, signature_of(ELEMENT), launch.threads, launch.shared, chosen_for=chosen_for
+                )

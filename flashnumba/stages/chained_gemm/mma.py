@@ -84,8 +84,9 @@ PLANS: dict[str, Planner] = {way: partial(plan_chained, way) for way in WAYS}
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Kernels as they are launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, those for FP8 too, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
+    from flashnumba.stages.chained_gemm import fp8
 
     for way in WAYS:
         for element, d, chosen_for in (
@@ -99,3 +100,4 @@ def compile_cases() -> Iterator[CompileCase]:
             yield CompileCase(
                 title, launch.kernel, signature(element), launch.threads, launch.shared, chosen_for=chosen_for
             )
+    yield from fp8.compile_cases()
