@@ -99,7 +99,9 @@ def shared_of(way: str, tiles: AttentionTiles) -> int:
 
 
 @cache
-def make_chain(way: str, tiles: AttentionTiles, element: str, steps: Steps, arch: str = "80", broken: str = "") -> Chain:
+def make_chain(
+    way: str, tiles: AttentionTiles, element: str, steps: Steps, arch: str = "80", broken: str = ""
+) -> Chain:
     """A way for float16, bfloat16 or ``float8_e4m3fn``.
 
     Args:

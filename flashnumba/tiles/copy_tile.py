@@ -89,7 +89,7 @@ def make_copy_tile(
     if columns % (4 * elements) or rows % rows_at_once:
         raise ValueError(f"{threads} threads do not share out {rows} rows of {columns} elements")
     if order and rows_at_once % 16:
-        raise ValueError(f"{threads} threads copy {rows_at_once} rows at once; for an order it must be a multiple of 16")
+        raise ValueError(f"{threads} threads copy {rows_at_once} rows at once; an order takes a multiple of 16")
     steps, groups = rows // rows_at_once, columns // (elements * together)
     by_lane, by_tile, by_pair = order or (0, 0, 0)
     layout = swizzle(columns * nbytes // 2, on)

@@ -41,7 +41,7 @@ FAULTS = (
 def make_attend(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True,
     chain: str = "registers", broken: str = "",
-) -> DeviceFunction:
+) -> DeviceFunction:  # fmt: skip
     """``attend(q, k, v, o, lse, scale, causal, batch, head, block)``: rows ``tiles.bm * block`` and on of a head.
 
     The arrays and scalars are the kernel's, as :mod:`flashnumba.stages.heads` names them; ``batch``, ``head`` and

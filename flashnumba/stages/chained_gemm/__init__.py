@@ -1,4 +1,4 @@
-"""The stage chained_gemm: P lies otherwise than the second product wants it. ``reference.py`` has the three ways out."""
+"""The stage chained_gemm: P lies otherwise than the second product wants it. ``reference.py`` has three ways out."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def draw(results: Sequence[Result]) -> Figure:
 
     figure, (layouts, sent, costs, errors) = figures.four_panels("from one product to the next")
     mmac = unit("mmac16x16x16")
-    title = "mmac: the lane that holds an element of S, and of P"
+    title = "mmac: the lane that holds an element"
     panels.draw_layouts(layouts, accumulators(mmac, 16), operands(mmac, 16), np.arange(64) // 16, title)
     chains = {
         "mmac": (mmac, 16, None),
@@ -145,8 +145,10 @@ def draw(results: Sequence[Result]) -> Figure:
     }
     panels.draw_senders(
         sent,
-        {name: senders(accumulators(u, n, order), operands(u, n)) for name, (u, n, order) in chains.items()},
-        {name: np.arange(u.lanes) // 16 if u is mmac else np.arange(32) % 4 for name, (u, _, _) in chains.items()},
+        {
+            name: (senders(accumulators(u, n, order), operands(u, n)), np.arange(4) * (16 if u is mmac else 1))
+            for name, (u, n, order) in chains.items()
+        },
     )
     panels.draw_costs(costs)
     figures.errors(errors, results, label=lambda r: f"{r.rung.name}, {r.case.size.replace(' float16', '')}")

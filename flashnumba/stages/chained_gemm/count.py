@@ -1,8 +1,9 @@
 """What a hand-over costs: by count, and in the machine code that the compiler makes.
 
-By count, for one fragment of 16 rows and one operand of P, which is 16 keys, or 32 in FP8 (:mod:`flashnumba.tiles.chain`);
-what is not counted, the three ways have in common. In machine code, whole kernels, every instruction as it stands in the
-text: loops over a tile are unrolled, so the differences between kernels are those of one tile of keys.
+By count, for one fragment of 16 rows and one operand of P, which is 16 keys, or 32 in FP8
+(:mod:`flashnumba.tiles.chain`); what is not counted, the three ways have in common. In machine code, whole kernels,
+every instruction as it stands in the text: loops over a tile are unrolled, so the differences between kernels are those
+of one tile of keys.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ P, between 0 and 1, is multiplied by 2^8 before it is rounded to e4m3: 256 is le
 weights down to 2^-17 leave something. Sums are float32, o is float16.
 
 V has to lie by columns, each at a multiple of 16 bytes (:mod:`flashnumba.tiles.fp8`). A v of another layout is copied
-once a call; q and k whose rows are not aligned to 16 bytes, or no multiple of that, are copied too. :func:`by_columns` makes such a v once, for several calls.
+once a call; :func:`by_columns` makes such a v for several calls. q and k whose rows are not aligned to 16 bytes, or no
+multiple of that, are copied too.
 
 Limits: no scales but the one of the scores; mma.sync computes in FP8 on sm_89 and sm_120, on sm_90 it is converted to
 float16 by the assembler and gains nothing. sm_89 keeps 13 bits behind the point of its sums.
@@ -31,9 +32,18 @@ from flashnumba.machine import gpu
 from flashnumba.machine.arrays import Described, describe, empty_like_kind, host_view
 from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.chained_gemm.mma import make_chained
-from flashnumba.stages.heads import EMULATED_MULTIPROCESSORS, Heads, Launch, Plan, Planner, Shape, check, check_scale
-from flashnumba.stages.heads import signature as signature_of
-from flashnumba.stages.heads import widest
+from flashnumba.stages.heads import (
+    EMULATED_MULTIPROCESSORS,
+    Heads,
+    Launch,
+    Plan,
+    Planner,
+    Shape,
+    check,
+    check_scale,
+    signature,
+    widest,
+)
 from flashnumba.stages.host import check_machine, library_stream, machine_of, refuse_gradients
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.chain import WAYS, shared_of
@@ -50,12 +60,12 @@ ELEMENT = "float8_e4m3fn"
 def tiles_for(d: int, arch: str) -> AttentionTiles:
     """Tiles for a head dimension. What registers hold is as large as for 16 bits, what lies in shared memory half.
 
-    Where the assembler converts operands to float16 that takes registers too, so a warp has one fragment of rows.
+    Elsewhere than on sm_89 the assembler's code takes more registers, so a warp has one fragment of rows.
     """
-    d, converts = -(-d // 64) * 64, arch.rstrip("a") in ("90", "100")
+    d = -(-d // 64) * 64
     if d > 128:
         return AttentionTiles(d, 64, 64, nbytes=1)
-    if converts:
+    if arch != "89":
         return AttentionTiles(d, 64, 64, slots=2, nbytes=1)
     return AttentionTiles(d, 128, 64, slots=2 if d == 64 else 1, lazy=d == 128, nbytes=1)
 
@@ -158,7 +168,7 @@ def _zeros(like: Any, found: Described, shape: tuple[int, ...], name: str) -> tu
         return torch.zeros(shape, dtype=torch.uint8, device=like.device), _axes(like.view(torch.uint8), 4)
     if found.kind == "cupy":
         return sys.modules["cupy"].zeros(shape, np.uint8), _axes(like.view(np.uint8), 4)
-    raise ValueError(f"{name} has to be copied, and its library lends no way to; pass it as by_columns of torch or CuPy")
+    raise ValueError(f"{name} has to be copied, and its library lends no way to; pass rows aligned to 16 bytes")
 
 
 def _rows(array: Any, found: Described, columns: int) -> Any:
@@ -194,10 +204,10 @@ def compile_cases() -> Iterator[CompileCase]:
 
     for way in WAYS:
         for d in (64, 128):
-            for chosen_for in (("89", "120a"), ("90a", "100a")):
+            for chosen_for in (("89",), ("90a", "100a", "120a")):
                 shape = Shape(ELEMENT, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
                 (launch,) = plan_chained(way, shape).launches
                 title = f"chained_gemm.{way} e4m3 d {d}, tiles for sm_{chosen_for[0]}"
                 yield CompileCase(
-                    title, launch.kernel, signature_of(ELEMENT), launch.threads, launch.shared, chosen_for=chosen_for
+                    title, launch.kernel, signature(ELEMENT), launch.threads, launch.shared, chosen_for=chosen_for
                 )

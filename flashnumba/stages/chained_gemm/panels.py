@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,21 +50,21 @@ def draw_layouts(axes: Axes, held: np.ndarray, wanted: np.ndarray, sharing: np.n
     axes.set_xticks([*range(0, 16, 4), *range(17, 33, 4)], [0, 4, 8, 12, 0, 4, 8, 12])
     axes.set_yticks(range(0, 16, 4))
     axes.spines[:].set_visible(False)
-    axes.set(title=title, xlabel="key: as the first product leaves it | as the second wants it", ylabel="query")
-    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.13), handletextpad=0.1)
+    axes.set(title=title, ylabel="query")
+    axes.set_xlabel("key: as the first product leaves it | as the second wants it", fontsize=9, loc="left")
+    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, -0.1), handletextpad=0.1, frameon=False)
 
 
-def draw_senders(axes: Axes, sent: dict[str, Sent], sharing: dict[str, np.ndarray]) -> None:
-    """For the lanes that share a row: how many elements each has for each, one matrix a layout."""
+def draw_senders(axes: Axes, sent: Mapping[str, tuple[Sent, np.ndarray]]) -> None:
+    """How many elements each lane has for each other of those that share a row.
+
+    Args:
+        sent: by name, the exchange and ``[4]`` the lanes that share the first row.
+    """
     width = 0
-    for name, one in sent.items():
-        share = sharing[name]
-        count = int(share.max()) + 1
-        lanes = np.flatnonzero(_rows_of(one) == _rows_of(one)[0])
-        between = np.zeros((count, count), int)
-        for source in lanes:
-            for target in lanes:
-                between[share[source], share[target]] = one.between()[source, target]
+    for name, (one, lanes) in sent.items():
+        count = len(lanes)
+        between = one.between()[np.ix_(lanes, lanes)]
         for (source, target), number in np.ndenumerate(between):
             x, y = width + target, source
             color = "#dddddd" if number == 0 else GREEN if source == target else ORANGE
@@ -76,21 +77,13 @@ def draw_senders(axes: Axes, sent: dict[str, Sent], sharing: dict[str, np.ndarra
         width += count + 1
     axes.plot([], [], "s", color=GREEN, label="stay")
     axes.plot([], [], "s", color=ORANGE, label="sent")
-    axes.set(xlim=(-0.6, width - 0.6), ylim=(4.1, -1.2), xlabel="to lane (of the four that share a row)")
+    axes.set(xlim=(-0.6, width - 0.6), ylim=(4.1, -1.2))
+    axes.set_xlabel("to lane, of the four that share a row", loc="left")
     axes.set_ylabel("from lane")
     axes.set_title("elements that one lane has for another", pad=14)
     axes.set_xticks([])
     axes.set_yticks([0.5, 1.5, 2.5, 3.5], [0, 1, 2, 3])
-    axes.legend(fontsize=8, loc="lower center", ncols=2, bbox_to_anchor=(0.5, -0.28))
-
-
-def _rows_of(sent: Sent) -> np.ndarray:
-    """A number for each lane, the same for lanes that send to one another: ``[lanes]``."""
-    linked = sent.between() > 0
-    linked |= linked.T
-    for _ in range(3):
-        linked |= (linked.astype(int) @ linked.astype(int)) > 0
-    return linked.argmax(1)
+    axes.legend(fontsize=8, loc="upper right", ncols=2, bbox_to_anchor=(1, -0.02), frameon=False)
 
 
 def _rectangle(*args, **options):

@@ -1,7 +1,8 @@
 """Two products in a chain, executed lane by lane: each lane has its own registers, and P has to change hands.
 
-The problem. ``S = Q K^T`` leaves S in the accumulators of a matrix instruction; ``O = P V`` wants P, made from S element
-by element, in the operands of the same instruction; and the two lie differently over the lanes (:mod:`.layouts`).
+The problem. ``S = Q K^T`` leaves S in the accumulators of a matrix instruction; ``O = P V`` wants P, made from S
+element by element, in the operands of the same instruction; and the two lie differently over the lanes
+(:mod:`.layouts`).
 
 Three ways out, each a function from what lanes hold to what they want, with what it costs:
 
@@ -25,7 +26,7 @@ NumPy only, float64. Sources: the notes, section 4; König, Mathematische Annale
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from itertools import pairwise
 from math import sqrt
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ def by_registers(held: np.ndarray, from_map: np.ndarray, to_map: np.ndarray) -> 
     """
     sent = senders(from_map, to_map)
     if sent.move:
-        raise ValueError(f"{sent.move} of {sent.moves.size} elements are in another lane: this order of keys needs more")
+        raise ValueError(f"{sent.move} of {sent.moves.size} elements are in another lane; another order is needed")
     return held[sent], Cost()
 
 
@@ -197,8 +198,8 @@ def in_rounds(pairs: Sequence[tuple[int, int]], lanes: int) -> list[int]:
                 used[i, pairs[turned][i], a + b - colour] = turned
         used[0, source, a] = used[1, target, a] = edge
     found = np.zeros(len(pairs), int)
-    for _, colour in np.argwhere(used[0] >= 0):
-        found[used[0][used[0][:, colour] >= 0, colour]] = colour
+    sends = used[0]  # [lane, round]
+    found[sends[sends >= 0]] = np.nonzero(sends >= 0)[1]
     return found.tolist()
 
 
@@ -232,7 +233,7 @@ def read_widths(one: Unit, kpack: int, itemsize: int = 2) -> tuple[int, int]:
     columns = depths(one, kpack)[:, one.a[0, :, :, 1].ravel()]  # [kpack, elements]
     rows = np.broadcast_to(np.repeat(one.a[0, :, 0, 0], one.a.shape[2]), columns.shape)
     places = sorted(zip(rows.ravel().tolist(), columns.ravel().tolist(), strict=True))
-    runs = 1 + sum(b != (a[0], a[1] + 1) for a, b in zip(places, places[1:], strict=False))
+    runs = 1 + sum(b != (a[0], a[1] + 1) for a, b in pairwise(places))
     return runs, len(places) * itemsize // runs
 
 
@@ -256,7 +257,7 @@ def attention(
     """
     (m_rows, d), n_keys = q.shape, len(k)
     scale = 1 / sqrt(d) if scale is None else scale
-    wide = -d % (kpack * one.k * one.n)
+    wide = -d % int(np.lcm(kpack * one.k, one.n))
     q, k, v = (
         np.pad(x.astype(np.float64), ((0, -len(x) % rows), (0, wide)))
         for x, rows in ((q, one.m), (k, columns), (v, columns))
