@@ -26,6 +26,9 @@ columns; for e4m3 in the natural one. A lane packs units 0 and 2 into a word, an
     K's rows are copied in an order in which each lane finds what it wants: the natural one for 16 bits, :data:`QUADS`
     for 8. Packing is all there is to do.
 
+And one that nobody needs, for measurements: ``detour`` has the order of ``registers`` and stores P all the same, as
+whole words, half as many stores as ``shared``; it is what shared memory costs at its best.
+
 Sources: the notes, section 4; for QUADS, SageAttention permutes V in the same manner instead of K.
 """
 
@@ -41,6 +44,7 @@ from flashnumba.machine.instructions import (
     pack_e4m3x4,
     shfl_idx,
     st_shared_b16,
+    st_shared_b32,
     syncwarp,
 )
 from flashnumba.machine.numba import cuda, float32, int32, uint16, uint32
@@ -48,9 +52,10 @@ from flashnumba.tiles.attention import NATURAL, AttentionTiles, Order, Steps
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.swizzle import make_place
 
-__all__ = ["FAULTS", "P_LOG2", "QUADS", "STRIDED", "WAYS", "Chain", "make_chain", "order_for", "shared_of"]
+__all__ = ["DETOUR", "FAULTS", "P_LOG2", "QUADS", "STRIDED", "WAYS", "Chain", "make_chain", "order_for", "shared_of"]
 
 WAYS = ("shared", "shuffles", "registers")
+DETOUR = "detour"
 STRIDED = Order(1, 8, 4)
 """A lane's four values of 16 keys are q, q + 4, q + 8 and q + 12."""
 QUADS = Order(4, 2, 1)
@@ -86,16 +91,17 @@ def order_for(way: str, nbytes: int) -> Order:
     Raises:
         ValueError: no such way.
     """
-    if way not in WAYS:
+    if way not in (*WAYS, DETOUR):
         raise ValueError(f"chain is {way!r}; it must be one of {', '.join(WAYS)}")
+    as_wanted = way in ("registers", DETOUR)
     if nbytes == 1:
-        return QUADS if way == "registers" else NATURAL
-    return NATURAL if way == "registers" else STRIDED
+        return QUADS if as_wanted else NATURAL
+    return NATURAL if as_wanted else STRIDED
 
 
 def shared_of(way: str, tiles: AttentionTiles) -> int:
     """Bytes of shared memory that a way needs beyond the tiles of Q, K and V."""
-    return 2 * 32 * tiles.bm if way == "shared" else 0
+    return 2 * 32 * tiles.bm if way in ("shared", DETOUR) else 0
 
 
 @cache
@@ -105,7 +111,7 @@ def make_chain(
     """A way for float16, bfloat16 or ``float8_e4m3fn``.
 
     Args:
-        way: one of :data:`WAYS`.
+        way: one of :data:`WAYS`, or :data:`DETOUR`.
         steps: with what belongs to the element in ``raise_maximum`` and ``multiply_pv``.
         broken: plants one of :data:`FAULTS`.
     """
@@ -117,10 +123,9 @@ def make_chain(
     each, p_regs = tiles.bn // keys, tiles.frags * 4 * (tiles.bn // keys)
     half, scaled = each // 2, tiles.nbytes == 1
     raise_maximum, multiply_pv = steps.raise_maximum, steps.multiply_pv
-    weights = make_weights(tiles, element, arch, neighbours=way == "registers")
-    keep, hand_over = {"shared": _through_shared, "shuffles": _by_shuffles, "registers": _by_registers}[way](
-        frags, broken
-    )
+    weights = make_weights(tiles, element, arch, neighbours=way in ("registers", DETOUR))
+    make = {"shared": _through_shared, DETOUR: _by_detour, "shuffles": _by_shuffles, "registers": _by_registers}[way]
+    keep, hand_over = make(frags, broken)
 
     @device
     def softmax_pv(s, acc, m, l, factor, v_lane, kept):
@@ -238,6 +243,30 @@ def _by_shuffles(frags: int, broken: str) -> tuple[DeviceFunction, DeviceFunctio
                 low, high = other if upper else first, first if upper else other
                 p[at + 4 * f + half] = uint32((low & uint32(0xFFFF)) | (high << uint32(16)))
                 p[at + 4 * f + 2 + half] = uint32((low >> uint32(16)) | (high & uint32(0xFFFF0000)))
+
+    return keep, hand_over
+
+
+def _by_detour(frags: int, broken: str) -> tuple[DeviceFunction, DeviceFunction]:
+    place, slot_bytes = make_place(2), 512 * frags
+
+    @device
+    def keep(kept, tile, warp_row, lane):
+        mine = tile + uint32(64) * uint32(warp_row)
+        kept[0] = mine + place(lane >> 2, 0) + uint32(4 * (lane & 3))
+        kept[1] = mine + place(lane & 15, lane >> 4)
+
+    @device
+    def hand_over(p, at, words, kept, k):
+        slot = uint32(k % 2 * slot_bytes)
+        for f in range(frags):
+            for half in range(2):
+                row = kept[0] + slot + uint32(512 * f + 256 * half)
+                st_shared_b32(row, words[4 * f + 2 * half])
+                st_shared_b32(row ^ uint32(16), words[4 * f + 2 * half + 1])
+        syncwarp()  # as below
+        for f in range(frags):
+            ldmatrix_x4(p, at + 4 * f, kept[1] + slot + uint32(512 * f))
 
     return keep, hand_over
 

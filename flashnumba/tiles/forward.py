@@ -55,8 +55,8 @@ def make_attend(
         vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
-        chain: how P comes from the first product to the second, of :data:`flashnumba.tiles.chain.WAYS`. ``shared``
-            takes :func:`flashnumba.tiles.chain.shared_of` further bytes of shared memory.
+        chain: how P comes from the first product to the second, of :data:`flashnumba.tiles.chain.WAYS`; it takes
+            :func:`flashnumba.tiles.chain.shared_of` further bytes of shared memory.
         broken: plants one of :data:`FAULTS`, or of those of the chain.
 
     Raises:

@@ -27,13 +27,13 @@ from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, int64, uint32
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
-from flashnumba.tiles.chain import WAYS, shared_of
+from flashnumba.tiles.chain import DETOUR, WAYS, shared_of
 from flashnumba.tiles.forward import check_element, make_attend, tiles_for
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["PLANS", "compile_cases", "make_chained", "plan_chained"]
+__all__ = ["PLANS", "compile_cases", "make_chained", "plan_chained", "tiles_for", "variants"]
 
 
 @cache
@@ -81,6 +81,15 @@ def plan_chained(way: str, shape: Shape, tiles: AttentionTiles | None = None) ->
 
 
 PLANS: dict[str, Planner] = {way: partial(plan_chained, way) for way in WAYS}
+
+
+def variants(shape: Shape) -> dict[str, Plan]:
+    """Shared memory at its best, by name, for measurements.
+
+    Raises:
+        ValueError: as :func:`plan_chained`.
+    """
+    return {DETOUR: plan_chained(DETOUR, shape)}
 
 
 def compile_cases() -> Iterator[CompileCase]:

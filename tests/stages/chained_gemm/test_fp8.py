@@ -198,12 +198,14 @@ def test_bad_arguments_are_named():
         fp8.forward(q, k.astype(np.float16), v)
     with pytest.raises(TypeError, match="v has elements of type float8_e5m2; it must be float8_e4m3fn"):
         fp8.forward(q, k, v.astype(ml_dtypes.float8_e5m2))
-    with pytest.raises(ValueError, match="v has shape .* they must be the same"):
+    with pytest.raises(ValueError, match=r"v has shape .* they must be the same"):
         fp8.forward(q, k, v[:, :, :-1])
     shape = Shape(fp8.ELEMENT, 1, 1, 1, 8, 8, 64)
     with pytest.raises(ValueError, match="float8_e4m3fn from sm_89 on; this is sm_86"):
         fp8.PLANS["shared"](replace(shape, arch="86"))
-    with pytest.raises(ValueError, match="q is float8_e4m3fn with rows of 40; it must be float8_e4m3fn, in multiples of 16"):
+    with pytest.raises(
+        ValueError, match="q is float8_e4m3fn with rows of 40; it must be"
+    ):
         fp8.PLANS["shared"](replace(shape, d=40))
     with pytest.raises(ValueError, match="nbytes is 1; it must be 2, or 1 with multiples of 64 for d and bn"):
         AttentionTiles(96, 64, 64, nbytes=1)

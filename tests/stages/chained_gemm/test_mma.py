@@ -1,4 +1,4 @@
-"""The three kernels: every convention, every tail; `registers` is the flash forward; and each planted fault is caught."""
+"""The three kernels: conventions and tails; `registers` is the flash forward; and each planted fault is caught."""
 
 from __future__ import annotations
 
@@ -104,6 +104,16 @@ def test_the_tiles_that_are_launched(machine):
     case = normal(20, 70, 128, np.float16, causal=True)
     for way in CHANGED:
         assert_attention(run(mma.PLANS[way], case, machine, checks=False), case)
+
+
+def test_the_detour_gives_the_bits_of_registers(machine):
+    case = normal(37, 50, 32, np.float16, causal=True)
+    for tiles in SMALL.values():
+        ways = (run(with_tiles(way, tiles), case, machine) for way in ("registers", chain.DETOUR))
+        for a, b in zip(*ways, strict=True):
+            np.testing.assert_array_equal(a, b)
+    (plan,) = mma.variants(case.shape).values()
+    assert plan.launches[0].shared == mma.PLANS["registers"](case.shape).launches[0].shared
 
 
 def test_registers_is_the_flash_forward(machine):
