@@ -102,7 +102,8 @@ def chain(path: Path) -> str:
     heads = {"element": "element", "D": "d", "mask": _mask, "B x H x N": _batch}
     text = (
         "The flash forward with three ways for P from one product to the next, and all else equal: TFLOP/s; in "
-        "brackets the speed beside the way through shared memory. `detour` is shared memory without need, in whole words.\n\n"
+        "brackets the speed beside the way through shared memory. `detour` is shared memory without need, in whole "
+        "words.\n\n"
     )
     return f"## Chain\n\n{facts}\n{text}{pivot(held['sizes'], heads, cell)}{folded(held['sizes'], 'measured')}"
 
