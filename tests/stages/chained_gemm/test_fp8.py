@@ -203,9 +203,7 @@ def test_bad_arguments_are_named():
     shape = Shape(fp8.ELEMENT, 1, 1, 1, 8, 8, 64)
     with pytest.raises(ValueError, match="float8_e4m3fn from sm_89 on; this is sm_86"):
         fp8.PLANS["shared"](replace(shape, arch="86"))
-    with pytest.raises(
-        ValueError, match="q is float8_e4m3fn with rows of 40; it must be"
-    ):
+    with pytest.raises(ValueError, match="q is float8_e4m3fn with rows of 40; it must be"):
         fp8.PLANS["shared"](replace(shape, d=40))
     with pytest.raises(ValueError, match="nbytes is 1; it must be 2, or 1 with multiples of 64 for d and bn"):
         AttentionTiles(96, 64, 64, nbytes=1)
