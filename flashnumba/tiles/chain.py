@@ -131,18 +131,18 @@ def make_chain(
     def softmax_pv(s, acc, m, l, factor, v_lane, kept):
         p = cuda.local.array(p_regs, uint32)
         words = cuda.local.array(registers, uint32)
-        origin = cuda.local.array(rows, float32)
-        raise_maximum(s, acc, m, l, origin, factor)
+        bias = cuda.local.array(rows, float32)
+        raise_maximum(s, acc, m, l, bias, factor)
         if scaled:
             for r in range(rows):
-                origin[r] -= float32(P_LOG2)
+                bias[r] += float32(P_LOG2)
         # In two loops, as one of eight steps would be too long for the compiler to unroll.
         for k in range(half):
-            weights(words, s, l, origin, factor, k)
+            weights(words, s, l, bias, factor, k)
             hand_over(p, k * registers, words, kept, k)
             multiply_pv(acc, p, v_lane, k)
         for k in range(half, each):
-            weights(words, s, l, origin, factor, k)
+            weights(words, s, l, bias, factor, k)
             hand_over(p, k * registers, words, kept, k)
             multiply_pv(acc, p, v_lane, k)
 
@@ -166,7 +166,7 @@ def _nothing_to_do(steps: Steps) -> tuple[DeviceFunction, DeviceFunction]:
 # -- weights, packed ---------------------------------------------------------------------------------------------------
 @cache
 def make_weights(tiles: AttentionTiles, element: str, arch: str, *, neighbours: bool) -> DeviceFunction:
-    """``weights(words, s, l, origin, factor, k)``: the k-th 16 (FP8: 32) keys' weights, and l grows.
+    """``weights(words, s, l, bias, factor, k)``: the k-th 16 (FP8: 32) keys' weights, and l grows.
 
     Words ``4 f + 2 half`` and the next hold the four units of 16 bits that a lane has of a row: 0 and 2, 1 and 3; or
     as ``neighbours`` 0 and 1, 2 and 3.
@@ -188,15 +188,15 @@ def make_weights(tiles: AttentionTiles, element: str, arch: str, *, neighbours: 
     pack = pack_pairs if eight else pack_units
 
     @device
-    def weights(words, s, l, origin, factor, k):
+    def weights(words, s, l, bias, factor, k):
         x = cuda.local.array(values, float32)
         for f in range(frags):
             for half in range(2):
                 r = 2 * f + half
                 for t in range(groups):
                     at = (f * n_groups + groups * k + t) * 4 + 2 * half
-                    x[2 * t] = ex2_approx(cuda.fma(s[at], factor, -origin[r]))
-                    x[2 * t + 1] = ex2_approx(cuda.fma(s[at + 1], factor, -origin[r]))
+                    x[2 * t] = ex2_approx(cuda.fma(s[at], factor, bias[r]))
+                    x[2 * t + 1] = ex2_approx(cuda.fma(s[at + 1], factor, bias[r]))
                     l[r] += x[2 * t] + x[2 * t + 1]
                 words[4 * f + 2 * half] = pack(x, 0, second)
                 words[4 * f + 2 * half + 1] = pack(x, third, 3)

@@ -90,7 +90,7 @@ def make_attend(
         bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied, nbytes=tiles.nbytes
     )
     copy_v = make_copy_by_columns(tiles) if eight else make_copy_tile(bn, d, threads, vector, arch, even=even)
-    slot_bytes, weights_log2 = tiles.slot, P_LOG2 if eight else 0
+    slot_bytes, weight = tiles.slot, 2.0**-P_LOG2
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
     swapped, no_sign = broken == "stride", broken == "sign"
@@ -183,12 +183,9 @@ def make_attend(
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
             if (lane & 3) == 0 and row < m_rows:
-                top = m[r]
                 if eight:
-                    top -= float32(weights_log2)  # the sum has the factor of the weights
-                lse[batch, head, row] = log_sum(top, total)
-        if eight:
-            cuda.syncthreads()  # nobody reads K any more: O takes twice the room of Q
+                    total *= float32(weight)  # without the factor of the weights
+                lse[batch, head, row] = log_sum(m[r], total, factor)
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 
@@ -207,7 +204,7 @@ def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
     if vector < 16:  # addresses of narrow copies take registers
         return AttentionTiles(d, 64, 64 if d <= 128 and vector > 2 else 32)
     if d > 128:
-        return AttentionTiles(d, 64, 64, q_held=3 if d > 192 else 2)
+        return AttentionTiles(d, 64, 64, subtract=True, q_held=3 if d > 192 else 2)
     if number == 90:
         if d <= 64:
             return AttentionTiles(d, 128, 128, slots=2, q_held=2 if d == 32 else 0)

@@ -116,7 +116,7 @@ class Launch:
         self.shared_limit = SHARED_LIMIT[arch.rstrip("a")]
         self._check_limits()
         self.shuffle: Callable[[list[Any]], None] | None = random.Random(seed).shuffle if seed else None
-        self.memory = GlobalMemory()
+        self.memory = GlobalMemory(kernel.early)
         self.function = translated(kernel, arch)
         self.args = self._place(args)
         self.ready: deque[Any] = deque()

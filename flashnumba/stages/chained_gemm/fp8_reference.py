@@ -3,7 +3,7 @@
 Exact attention is that of the stage flash_forward, whatever the elements. In FP8 the weights are rounded to the inputs'
 type, and as its smallest numbers are not small, they are multiplied by 2^8 first::
 
-    p_j = 2^(s_j - m)    l = sum_j 2^8 p_j    acc = sum_j round(2^8 p_j) v_j    o = acc / l    lse = m + log2(l) - 8
+    p_j = 2^8 exp(s_j - m)    l = sum_j p_j    acc = sum_j round(p_j) v_j    o = acc / l    lse = m + ln(l / 2^8)
 
 NumPy only; elements and their rounding are those of the arrays' own dtype.
 """
@@ -16,8 +16,7 @@ import numpy as np
 
 __all__ = ["low_precision"]
 
-LOG2_E = 1.4426950408889634
-WEIGHTS_LOG2 = 8
+WEIGHT = 2.0**8
 AT_ONCE = 32
 """Products that a tensor core sums before they meet the accumulator."""
 
@@ -40,17 +39,17 @@ def low_precision(
     if q.ndim > 2:
         keys, values = (np.repeat(x, q.shape[-3] // k.shape[-3], axis=-3) for x in (keys, values))  # [..., H, N, D]
     seen = (np.arange(n) <= np.arange(m_rows)[:, None] + n - m_rows) if causal else np.ones((m_rows, n), bool)  # [M, N]
-    factor = (1 / sqrt(d) if scale is None else scale) * LOG2_E
+    factor = np.float32(1 / sqrt(d) if scale is None else scale)
     with np.errstate(invalid="ignore", over="ignore"):
-        s = _in_order(q.astype(np.float32), keys.swapaxes(-1, -2)).astype(np.float64)  # [..., H, M, N]
-        s = np.where(seen, s * np.float32(factor), -np.inf)  # [..., H, M, N]
-        m = s.max(-1, initial=-np.inf).astype(np.float32)  # [..., H, M]
-        anchor = np.where(m == -np.inf, 0, m)[..., None]  # [..., H, M, 1]
-        p = np.exp2((s - anchor).astype(np.float32)) * np.float32(2**WEIGHTS_LOG2)  # [..., H, M, N]
+        s = factor * _in_order(q.astype(np.float32), keys.swapaxes(-1, -2))  # [..., H, M, N]
+        s = np.where(seen, s, np.float32(-np.inf))  # [..., H, M, N]
+        m = s.max(-1, initial=-np.inf)  # [..., H, M]
+        anchor = np.where(m == -np.inf, np.float32(0), m)[..., None]  # [..., H, M, 1]
+        p = np.exp(s - anchor) * np.float32(WEIGHT)  # [..., H, M, N]
         l = np.add.accumulate(p, -1)[..., -1] if n else np.zeros_like(m)  # [..., H, M]
         acc = _in_order(p.astype(q.dtype).astype(np.float32), values)  # [..., H, M, D]
-        some = np.where(l == 0, 1, l)  # [..., H, M]
-        lse = (m - WEIGHTS_LOG2 + np.log2(some)) / np.float32(LOG2_E)  # [..., H, M]
+        some = np.where(l == 0, np.float32(1), l)  # [..., H, M]
+        lse = m + np.log(some / np.float32(WEIGHT))  # [..., H, M]
         return (acc / some[..., None]).astype(np.float16), lse.astype(np.float32)
 
 
