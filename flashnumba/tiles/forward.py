@@ -32,7 +32,7 @@ from flashnumba.tiles.swizzle import swizzle
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
 
 FAULTS = (
-    "barrier", "v_barrier", "wait", "early_copy", "swizzle", "stride", "rescale", "tail", "causal", "sign", "order",
+    "barrier", "v_barrier", "wait", "early_copy", "swizzle", "stride", "rescale", "tail", "causal", "sign",
 )  # fmt: skip
 """What can be planted."""
 
@@ -90,7 +90,7 @@ def make_attend(
         bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied, nbytes=tiles.nbytes
     )
     copy_v = make_copy_by_columns(tiles) if eight else make_copy_tile(bn, d, threads, vector, arch, even=even)
-    slot_bytes, weight = tiles.slot, 2.0**-P_LOG2
+    slot_bytes, weight, apart = tiles.slot, 2.0**-P_LOG2, eight and broken != "o_barrier"
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
     swapped, no_sign = broken == "stride", broken == "sign"
@@ -186,6 +186,8 @@ def make_attend(
                 if eight:
                     total *= float32(weight)  # without the factor of the weights
                 lse[batch, head, row] = log_sum(m[r], total, factor)
+        if apart:
+            cuda.syncthreads()  # nobody reads K any more: O takes twice the room of Q
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 

@@ -52,7 +52,7 @@ def test_hard_cases(machine, way, case):
     assert_attention(run(with_tiles(way, SMALL["two slots"]), case, machine), case)
 
 
-@pytest.mark.parametrize("case", hard_cases(np.float16)[1::9], ids=str)
+@pytest.mark.parametrize("case", hard_cases(np.float16)[1::12], ids=str)
 @pytest.mark.parametrize("way", CHANGED)
 def test_hard_cases_with_other_tiles(machine, way, case):
     assert_attention(run(with_tiles(way, SMALL["two fragments, Q held"]), case, machine), case)
@@ -67,23 +67,23 @@ def test_hard_cases_in_bfloat16(machine, way, case):
 @pytest.mark.parametrize("m", SIZES)
 @pytest.mark.parametrize("causal", [False, True])
 def test_tails(machine, m, causal):
-    """Every length of keys in either way: the mask must know which column is which key."""
-    for way, further in zip(CHANGED, (1, 3), strict=True):
-        n = SIZES[(SIZES.index(m) + further) % len(SIZES)]
-        several = {"heads": 2, "kv_heads": 1} if m < 33 else {}
-        case = normal(m, n, 32, np.float16, causal=causal, **several)
-        tiles = SMALL["two slots" if m % 2 else "two fragments, Q held"]
-        assert_attention(run(with_tiles(way, tiles), case, machine), case)
+    """The mask must know which column is which key."""
+    at = SIZES.index(m)
+    n = SIZES[(at + 3) % len(SIZES)]
+    several = {"heads": 2, "kv_heads": 1} if m < 33 else {}
+    case = normal(m, n, 32, np.float16, causal=causal, **several)
+    tiles = SMALL["two slots" if at % 2 else "two fragments, Q held"]
+    assert_attention(run(with_tiles(CHANGED[(at + causal) % 2], tiles), case, machine), case)
 
 
-@pytest.mark.parametrize("n", (1, 2, 3, 5, 8, 10, 13, 16, 17))
+@pytest.mark.parametrize("n", (1, 2, 5, 8, 11, 17))
 def test_every_number_of_keys_of_a_step(machine, n):
     for way in CHANGED:
         case = normal(3, n, 32, np.float16)
         assert_attention(run(with_tiles(way, SMALL["two slots"]), case, machine), case)
 
 
-@pytest.mark.parametrize("d", [1, 40, 100, 256])
+@pytest.mark.parametrize("d", [1, 100, 256])
 def test_head_dimensions(machine, d):
     """Rows of 128 bytes and more are copied sixteen at once by four warps."""
     tiles = AttentionTiles(-(-d // 32) * 32, 64, 32)
@@ -92,7 +92,7 @@ def test_head_dimensions(machine, d):
         assert_attention(run(with_tiles(way, tiles), case, machine), case)
 
 
-@pytest.mark.parametrize("layout", ["heads inside rows", "rows reversed", "one element off"])
+@pytest.mark.parametrize("layout", ["rows reversed", "one element off"])
 def test_layouts(machine, layout):
     for way in CHANGED:
         case = normal(19, 37, 32, np.float16, heads=2).with_arrays(layout, LAYOUTS[layout])
@@ -167,6 +167,8 @@ PLANTED += [(way, fault) for way in CHANGED for fault in ("tail", "causal")]
 @pytest.mark.parametrize(("way", "fault"), PLANTED)
 @pytest.mark.parametrize("tiles", SMALL)
 def test_planted_faults(way, fault, tiles):
+    if tiles != "two slots" and fault not in chain.FAULTS["shared"]:
+        pytest.skip("the same with any tiles")
     case = normal(33, 77, 32, np.float16, causal=fault == "causal", scale=1.0)
     found = caught(lambda seed: run(with_tiles(way, SMALL[tiles], fault), case, seed=seed), case)
     assert set(found) <= FAULTS[fault], found
