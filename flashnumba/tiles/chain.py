@@ -67,8 +67,8 @@ FAULTS = {
     "shuffles": ("round", "halves"),
     "registers": (),
 }
-"""What can be planted in a hand-over; and where it is used (:func:`flashnumba.tiles.forward.make_attend`) ``order``, that
-the mask and P know another order than K was copied in, and with FP8 ``o_barrier``."""
+"""What can be planted in a hand-over; and where it is used, in :func:`flashnumba.tiles.forward.make_attend`, ``order``,
+that the mask and P know another order than K was copied in, and with FP8 ``o_barrier``."""
 
 
 class Chain(NamedTuple):
