@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["ORDERS", "Sent", "Unit", "accumulators", "fused", "operands", "order_of", "senders", "unit"]
+__all__ = ["NAMES", "ORDERS", "Sent", "Unit", "accumulators", "fused", "operands", "order_of", "senders", "unit"]
 
 
 class Unit(NamedTuple):
@@ -82,6 +82,8 @@ def _mmac() -> Unit:
 
 
 _UNITS = {"m16n8k16": lambda: _mma(16), "m16n8k32": lambda: _mma(32), "mmac16x16x16": _mmac}
+NAMES = tuple(_UNITS)
+"""What :func:`unit` knows."""
 
 
 @cache
