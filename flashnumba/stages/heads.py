@@ -144,6 +144,7 @@ def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...
     if element == "float8_e4m3fn":
         known["o"] = types.Array(types.float16, 4, "A")
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
+    known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
     ranks = {"acc_parts": 5, "m_parts": 4, "l_parts": 4}
     return tuple(known.get(a) or types.Array(types.float32, ranks[a], "C") for a in args)
 
