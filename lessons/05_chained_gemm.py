@@ -184,8 +184,8 @@ for ax, swizzled in zip(axes, (False, True), strict=True):
     np.add.at(hits, (row, bank), 1)
     busy = (hits > 0).sum(0)
     ax.imshow(np.where(hits > 0, busy, np.nan), cmap="YlOrRd", vmin=0, vmax=3, aspect="auto", extent=(0, 32, 8, 0))
-    ax.set(xlabel="bank", title=f"one store, {'chunks exchanged' if swizzled else 'rows as they are'}: "
-                                f"{int(busy.max())} words in a bank", xticks=range(0, 33, 4))  # fmt: skip
+    words = "chunks exchanged" if swizzled else "rows as they are"
+    ax.set(xlabel="bank", title=f"one store, {words}; at most {int(busy.max())} in a bank", xticks=range(0, 33, 4))
 axes[0].set_ylabel("row of P")
 plt.show()
 rows = []

@@ -15,6 +15,7 @@ from flashnumba.stages.flash_forward import mma as flash
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles import chain
 from flashnumba.tiles.attention import NATURAL, AttentionTiles
+from flashnumba.tiles.forward import make_attend
 from tests.stages.flash_forward.attention_cases import (
     LAYOUTS,
     SIZES,
@@ -185,6 +186,8 @@ def test_what_the_kernels_do_not_take():
         mma.make_chained("mail", SMALL["two slots"], "float16")
     with pytest.raises(ValueError, match="64 threads copy 8 rows at once; an order takes a multiple of 16"):
         mma.make_chained("shared", AttentionTiles(64, 32, 32, warps=2), "float16")
+    with pytest.raises(ValueError, match="a chain by shuffles of float16 leaves no marks"):
+        make_attend(SMALL["two slots"], "float16", chain="shuffles", traced=True)
 
 
 def test_orders():
