@@ -1,8 +1,8 @@
 """The three ways in FP8, where the problem is not made but met: attention with e4m3 q, k and v on sm_89 and later.
 
 ``m16n8k32`` takes four neighbouring keys of P in a register, and the first product leaves two. With K in its natural
-order the four lanes of a row stand exactly as those of :mod:`.mma` do in mmac's, counted in pairs of keys, so the same
-hand-overs serve. ``registers`` copies K in the order QUADS instead, and V stays as it is.
+order the four lanes of a row stand exactly as those of :mod:`flashnumba.stages.chained_gemm.mma` do in mmac's, counted
+in pairs of keys, so the same hand-overs serve. ``registers`` copies K in the order QUADS instead, and V stays as it is.
 
 P, between 0 and 1, is multiplied by 2^8 before it is rounded to e4m3: 256 is less than the largest number, 448, and
 weights down to 2^-17 leave something. Sums are float32, o is float16.

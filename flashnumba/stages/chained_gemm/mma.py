@@ -9,7 +9,7 @@ K's rows are copied, which makes the problem (:mod:`flashnumba.tiles.chain`)::
 
 ``mmac's order`` deals four keys to a lane as the notes' matrix instruction does. On NVIDIA nobody would for 16-bit
 elements: it is there so that the notes' problem can be seen, and measured, on a machine that readers have. FP8 has the
-problem by nature: :mod:`.fp8`.
+problem by nature: :mod:`flashnumba.stages.chained_gemm.fp8`.
 
 All three are launched with the same tiles and the same bytes of shared memory, so that none has more blocks on a
 multiprocessor for what it leaves out.
