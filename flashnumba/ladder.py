@@ -23,6 +23,7 @@ NAMES = (
     "online_softmax",
     "gemm",
     "flash_forward",
+    "chained_gemm",
     "causal_balance",
 )
 

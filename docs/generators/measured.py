@@ -25,8 +25,8 @@ UNITS = {
 }  # fmt: skip
 HEADS = {
     "name": "kernel", "cols": "columns", "of_torch": "x torch", "of_cublas": "of cuBLAS", "of_fa2": "of FA2",
-    "of_cudnn": "of cuDNN", "of_plain": "x plain",
-    "predicted_of_plain": "x plain, predicted", "batch": "B", "heads": "H", "kv_heads": "Hkv", "n": "N", "m": "M", "k": "K", "d": "D",
+    "of_cudnn": "of cuDNN", "of_plain": "x plain", "predicted_of_plain": "x plain, predicted",
+    "batch": "B", "heads": "H", "kv_heads": "Hkv", "n": "N", "m": "M", "k": "K", "d": "D",
 }  # fmt: skip
 HIDDEN = ("ours",)
 Row = Mapping[str, Any]

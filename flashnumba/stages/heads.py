@@ -140,9 +140,13 @@ class Heads:
 
 
 def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...]:
-    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed."""
-    plain = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}[element]
+    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed. The o of FP8 is float16."""
+    plain = {
+        "float32": types.float32, "float16": types.float16, "bfloat16": types.uint16, "float8_e4m3fn": types.uint8
+    }[element]  # fmt: skip
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
+    if element == "float8_e4m3fn":
+        known["o"] = types.Array(types.float16, 4, "A")
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
     known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
     known |= {name: types.Array(getattr(types, kind), rank, "C") for name, (kind, rank) in SCRATCH.items()}

@@ -43,7 +43,7 @@ def make_place(tiles: AttentionTiles, element: str, piece: DeviceFunction) -> De
     Args:
         piece: of a :class:`~flashnumba.tiles.schedule.Schedule`.
     """
-    bm, itemsize = tiles.bm, ITEMSIZE[element]
+    bm, itemsize = tiles.bm, ITEMSIZE.get(element, 1)  # FP8 has one
 
     @device
     def place(q, k, causal, number):
@@ -59,12 +59,12 @@ def make_place(tiles: AttentionTiles, element: str, piece: DeviceFunction) -> De
 @cache
 def make_scheduled(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, schedule: str = "longest_first",
-    even: bool = True, early: bool = False, name: str = "", broken: str = "",
+    even: bool = True, chain: str = "registers", early: bool = False, name: str = "", broken: str = "",
 ) -> Kernel:  # fmt: skip
     """The kernel ``(q, k, v, o, lse, scale, causal)``; and ``counter``, int32 [1], zero, if the schedule draws.
 
     Args:
-        tiles, element, vector, arch, even: as :func:`flashnumba.tiles.forward.make_attend`.
+        tiles, element, vector, arch, even, chain: as :func:`flashnumba.tiles.forward.make_attend`.
         schedule: one of :data:`flashnumba.tiles.schedule.SCHEDULES`. The grid has :meth:`~.schedule.Schedule.blocks`
             blocks, or, if it draws, no more than there is room for; one that begins late finds nothing left.
         early: of a schedule that draws, from sm_90 on: it starts while :data:`clear` runs, and waits for it.
@@ -73,7 +73,8 @@ def make_scheduled(
     """
     chosen = SCHEDULES[schedule]
     turns, place, bm = uint32(chosen.turns), make_place(tiles, element, chosen.piece), tiles.bm
-    attend = make_attend(tiles, element, vector, arch, even=even, broken="" if broken in FAULTS else broken)
+    planted = "" if broken in FAULTS else broken
+    attend = make_attend(tiles, element, vector, arch, even=even, chain=chain, broken=planted)
     twice, left_out, shift = broken == "twice", broken == "left_out", int(broken == "partner")
     turn_barrier, ticket_barrier = broken != "turn_barrier", broken != "ticket_barrier"
 

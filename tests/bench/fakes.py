@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashnumba.bench.runner import Clock, Measured, Size
 
-__all__ = ["ENVIRONMENT", "HostClock", "attention_file", "decode_file", "gemm_file"]
+__all__ = ["ENVIRONMENT", "HostClock", "attention_file", "chain_file", "decode_file", "gemm_file"]
 
 ENVIRONMENT = {"device": "NVIDIA H200", "arch": "90a", "date": "2026-11-29", "torch": "2.11"}
 FA2, CUDNN = "torch, FlashAttention-2", "torch, cuDNN"
@@ -62,6 +62,16 @@ def attention_file(cudnn=True):
     small = Size({"element": "float32", "batch": 4, "heads": 16, "n": 1024, "d": 64, "causal": False})
     small.measured.append(one("simt", 3e-3, flops_per_second=6e12, of_efficient=0.4))
     return held([*sizes, small])
+
+
+def chain_file():
+    size = Size({"element": "float16", "batch": 4, "heads": 32, "n": 4096, "d": 64, "causal": False})
+    size.measured += [
+        one(FA2, 1e-3, ours=False, flops_per_second=3e14, of_shared=None),
+        one("shared", 1.2e-3, flops_per_second=2.5e14, of_shared=None),
+        one("registers", 9e-4, flops_per_second=3.3e14, of_shared=1.32),
+    ]
+    return held([size])
 
 
 def decode_file():

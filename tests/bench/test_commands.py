@@ -7,17 +7,20 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashnumba.bench import attention, balance, decode, gemm, softmax
+from flashnumba.bench import attention, balance, chain, decode, gemm, softmax
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
 from flashnumba.commands import bench
 from tests.bench.fakes import ENVIRONMENT
 
-MODULES = {"softmax": softmax, "gemm": gemm, "attention": attention, "decode": decode, "balance": balance}
+MODULES = {
+    "softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "balance": balance, "decode": decode,
+}  # fmt: skip
 FIGURES = {
     "softmax": {"bytes_per_second": 4.1e12, "of_copy": 0.97, "of_torch": 1.5},
     "gemm": {"flops_per_second": 7.1e14, "of_cublas": 0.951},
     "attention": {"flops_per_second": 3.3e14, "of_fa2": 1.02, "of_cudnn": None},
+    "chain": {"flops_per_second": 3.3e14, "of_shared": 1.18, "of_fa2": None},
     "decode": {"bytes_per_second": 3.9e12, "of_copy": 0.92, "of_equal_copy": 0.98, "of_fa2": 1.1, "of_cudnn": 1.3},
     "balance": {
         "flops_per_second": 3e14, "predicted": 2.1e-3, "predicted_of_plain": 1.25, "of_plain": 1.2, "of_fa2": 1.1,
@@ -27,6 +30,7 @@ FEW = {
     "softmax": ["--cols", "128,256", "--elements", "float16"],
     "gemm": ["--sizes", "64,128x32x16", "--elements", "float16"],
     "attention": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no", "--no-simt"],
+    "chain": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "decode": ["--batches", "1,2", "--lengths", "64"],
     "balance": ["--dims", "64", "--lengths", "1024", "--few", "8"],
 }
@@ -103,6 +107,14 @@ def test_columns_of_gemm(run):
     assert "float16, 128 x 16 times 16 x 32, majors kn" in lines
 
 
+def test_columns_of_chain(run):
+    lines = run("chain", *FEW["chain"]).output.splitlines()
+    assert "float16, B 16, H 32, N 1024, D 64" in lines
+    at = next(i for i, line in enumerate(lines) if line.lstrip().startswith("kernel"))
+    assert lines[at].split() == ["kernel", "ms", "TFLOP/s", "of", "shared", "of", "FA2", "error"]
+    assert lines[at + 2].split()[:5] == ["ours", "2.000", "330.0", "1.180", "-"]
+
+
 def test_columns_of_attention_and_decode(run):
     lines = run("attention", *FEW["attention"]).output.splitlines()
     assert "float16, B 16, H 32, N 1024, D 64" in lines
@@ -154,6 +166,12 @@ def test_what_is_measured_by_default(run):
     assert len(problems) == 19 and problems[-1] == attention.SMALL
     assert {(p.element, p.batch * p.n, p.heads * p.d) for p in problems[:-1]} == {("float16", 16384, 2048)}
     run.asked.clear()
+    run("chain")
+    found = [sizes[0] for sizes, _, _ in run.asked]
+    assert [(p.d, p.causal, p.n) for p in found] == [
+        (d, causal, n) for d in (64, 128) for causal in (False, True) for n in (4096, 16384)
+    ]
+    run.asked.clear()
     run("decode")
     assert [(sizes[0].n, sizes[0].batch) for sizes, _, _ in run.asked] == [
         (n, batch) for n in (8192, 32768, 131072) for batch in (1, 4, 16)
@@ -186,6 +204,7 @@ def test_kernels_majors_and_variants_reach_the_bench(run):
         ("attention", ["--causal", "maybe"], "--causal has maybe; they must be of no, yes"),
         ("attention", ["--lengths", "-1"], "--lengths is '-1'; it must be positive integers"),
         ("attention", ["--kernels", "split"], "--kernels has split; they must be of simt, mma"),
+        ("chain", ["--elements", "float32"], "--elements has float32; they must be of float16, bfloat16"),
         ("decode", ["--heads", "6", "--kv-heads", "4"], "--heads is 6 and --kv-heads 4; the second must divide"),
         ("decode", ["--batches", "1,,2"], "--batches is '1,,2'; it must be positive integers"),
     ],

@@ -2,7 +2,7 @@
 
 With one query a head the kernel ``mma`` would start one block a head, each walking over all keys alone, while most of
 the GPU idles. Here a head's keys are cut into ``splits`` parts; each block attends to its own and leaves its state
-(m, l, acc) in float32, and a second kernel merges them; m is the maximum of S before it is scaled, f = abs(scale) log2 e::
+(m, l, acc) in float32, and a second kernel merges them; m is the maximum of S unscaled, f = abs(scale) log2 e::
 
     M = max_s m_s        O = sum_s 2^((m_s - M) f) acc_s / sum_s 2^((m_s - M) f) l_s
     LSE = (M f + log2 sum_s 2^((m_s - M) f) l_s) ln 2
