@@ -20,9 +20,12 @@ from flashnumba.machine.instructions import (
     st_shared_v4,
 )
 from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
-from flashnumba.tiles.swizzle import swizzle
+from flashnumba.tiles.swizzle import make_place, swizzle
 
-__all__ = ["copies_ahead", "make_copy_tile", "make_waiting"]
+__all__ = ["STRIP", "copies_ahead", "make_copy_tile", "make_waiting"]
+
+STRIP = 16
+"""Columns of a strip: the k of one product on tensor cores."""
 
 
 def copies_ahead(vector: int, arch: str) -> bool:
@@ -54,7 +57,7 @@ def make_waiting(asynchronous: bool, pending: int, waits: bool = True) -> tuple[
 @cache
 def make_copy_tile(
     rows: int, columns: int, threads: int, vector: int, arch: str = "80", *, even: bool = False, on: bool = True,
-    packed: bool = False,
+    packed: bool = False, strips: bool = False,
 ) -> DeviceFunction:  # fmt: skip
     """``copy_tile(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
 
@@ -73,22 +76,46 @@ def make_copy_tile(
         packed: rows are those of several heads in turn. Three arguments follow, ``row0, group, head_step``: row r of
             the tile is row ``(row0 + r) // group`` of head ``(row0 + r) % group``, and there are ``rows_left`` from row
             0 on.
+        strips: the tile lies in strips of 16 columns, one behind the other, each with its rows 32 bytes apart: columns
+            are then a multiple of 16. Eight neighbouring threads copy 32 bytes of four rows, and up to four such
+            groups 128 bytes of these.
 
     Raises:
         ValueError: the threads do not share out the rows evenly.
     """
-    together = 8 if columns % 64 == 0 else 4
+    together = _together(rows, columns, threads) if strips else 8 if columns % 64 == 0 else 4
     rows_at_once = threads // together
-    if columns % 32 or rows % rows_at_once:
+    if columns % (STRIP if strips else 32) or rows % rows_at_once:
         raise ValueError(f"{threads} threads do not share out {rows} rows of {columns} elements")
     steps, groups = rows // rows_at_once, columns // (8 * together)
-    layout = swizzle(columns, on)
-    place, pitch = layout.at, layout.pitch
+    if strips:
+        strip_place, pitch, strip_bytes = make_place(2, on), 2 * STRIP, 2 * STRIP * rows
+    else:
+        layout = swizzle(columns, on)
+        place, pitch = layout.at, layout.pitch
     copy_chunk = _make_copy_chunk(vector, arch)
     near = vector >= 4
 
     @device
-    def chunk_at(tile, row, chunk, i, g):
+    def row_and_chunk():
+        thread = uint32(cuda.threadIdx.x)
+        return thread // uint32(together), thread % uint32(together)
+
+    @device
+    def in_strips():
+        """Chunk 2 s + c is that of strip s; eight neighbours have four rows of a strip, all banks once."""
+        thread = uint32(cuda.threadIdx.x)
+        strip, four = (thread >> uint32(3)) % uint32(together // 2), (thread >> uint32(3)) // uint32(together // 2)
+        return uint32(4) * four + ((thread >> uint32(1)) & uint32(3)), uint32(2) * strip + (thread & uint32(1))
+
+    @device
+    def chunk_of_strips(tile, row, chunk, i, g):
+        at = tile + strip_place(row + uint32(i * rows_at_once % 8), chunk & uint32(1))
+        at += (chunk >> uint32(1)) * uint32(strip_bytes)
+        return at + uint32(i * rows_at_once // 8 * 8 * pitch + g * together // 2 * strip_bytes)
+
+    @device
+    def chunk_of_rows(tile, row, chunk, i, g):
         """Where chunk ``chunk + together * g`` of row ``row + rows_at_once * i`` lies; all but tile, row and chunk are
         constants, so that most of it is one too."""
         at = place(tile, row + uint32(i * rows_at_once % 8), chunk) + uint32(i * rows_at_once // 8 * 8 * pitch)
@@ -96,10 +123,11 @@ def make_copy_tile(
             return at + uint32(128 * g)
         return (at ^ uint32(64 * (g % 2))) + uint32(128 * (g // 2))
 
+    mine, chunk_at = (in_strips, chunk_of_strips) if strips else (row_and_chunk, chunk_of_rows)
+
     @device
     def copy_tile(tile, source, row_step, column_step, rows_left, columns_left):
-        row = uint32(cuda.threadIdx.x) // uint32(together)
-        chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        row, chunk = mine()
         if near:
             # One 32-bit offset a thread, from bases that all threads share.
             offset = uint32(row * uint32(row_step) + uint32(16) * chunk)
@@ -129,8 +157,7 @@ def make_copy_tile(
 
     @device
     def copy_packed(tile, source, row_step, column_step, rows_left, columns_left, row0, group, head_step):
-        row = uint32(cuda.threadIdx.x) // uint32(together)
-        chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        row, chunk = mine()
         for i in range(steps):
             index = row0 + int64(row) + int64(i * rows_at_once)
             origin = source + index // group * row_step + index % group * head_step
@@ -142,6 +169,15 @@ def make_copy_tile(
                 copy_chunk(chunk_at(tile, row, chunk, i, g), origin + column * column_step, column_step, there)
 
     return copy_packed if packed else copy_tile
+
+
+def _together(rows: int, columns: int, threads: int) -> int:
+    """Chunks of a row of strips that neighbouring threads copy at once: up to eight, more where rows are few."""
+    most = columns // 8 & -(columns // 8)
+    together = min(8, most)
+    while threads // together > rows and together < most:
+        together *= 2
+    return together
 
 
 def _make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
