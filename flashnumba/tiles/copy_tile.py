@@ -78,7 +78,7 @@ def make_copy_tile(
             0 on.
         strips: the tile lies in strips of 16 columns, one behind the other, each with its rows 32 bytes apart: columns
             are then a multiple of 16. Eight neighbouring threads copy 32 bytes of four rows, and up to four such
-            groups 128 bytes of these.
+            groups 128 bytes of these. ``rows_left`` and ``columns_left`` are int32.
 
     Raises:
         ValueError: the threads do not share out the rows evenly.
@@ -156,6 +156,30 @@ def make_copy_tile(
                     copy_chunk(chunk_at(tile, row, chunk, i, g), origin, column_step, there)
 
     @device
+    def copy_strips(tile, source, row_step, column_step, rows_left, columns_left):
+        """As copy_tile, for slices so small that one path with few instructions is better than two."""
+        row, chunk = mine()
+        left = int32(rows_left - int32(row))
+        if near:
+            offset = uint32(row * uint32(row_step) + uint32(16) * chunk)
+            origin = source + int64(offset)
+        else:
+            origin = source + int64(row) * row_step + int64(8) * int64(chunk) * column_step
+        for i in range(steps):
+            for g in range(groups):
+                there = int32(16)
+                if not even:
+                    columns_here = int32(columns_left - int32(8) * int32(chunk) - int32(8 * together * g))
+                    there = min(int32(16), max(int32(0), int32(int32(2) * columns_here)))
+                if left <= int32(i * rows_at_once):
+                    there = int32(0)
+                further = int64(16 * together * g)
+                if not near:
+                    further = int64(8 * together * g) * column_step
+                from_ = origin + int64(i * rows_at_once) * row_step + further
+                copy_chunk(chunk_at(tile, row, chunk, i, g), from_, column_step, there)
+
+    @device
     def copy_packed(tile, source, row_step, column_step, rows_left, columns_left, row0, group, head_step):
         row, chunk = mine()
         for i in range(steps):
@@ -168,7 +192,7 @@ def make_copy_tile(
                     there = int32(0)
                 copy_chunk(chunk_at(tile, row, chunk, i, g), origin + column * column_step, column_step, there)
 
-    return copy_packed if packed else copy_tile
+    return copy_packed if packed else copy_strips if strips else copy_tile
 
 
 def _together(rows: int, columns: int, threads: int) -> int:

@@ -104,40 +104,46 @@ def make_staged(
     next_row, swapped, no_sign, q_parts = int(broken != "causal"), broken == "stride", broken == "sign", broken == "q_barrier"
 
     @device
-    def issue(n, slot, j, last, q_from, k_from, v_from, q, k, v, m_left):
-        """Start to copy slice n, counted from the first of tile j, to a slot; nothing where there is no such tile."""
+    def few(count):
+        """A count as int32, or as many as make no difference."""
+        return int32(min(count, int64(1 << 20)))
+
+    @device
+    def issue(n, slot, more, left, q_from, k_at, v_at, q, k, v, m_left):
+        """Start to copy slice n, counted from the first of this tile, to a slot; nothing where there is no such tile.
+
+        K and V of this tile begin at ``k_at`` and ``v_at``. From it on there are ``more`` tiles and ``left`` keys."""
         if n < 0:
-            part, columns = n + parts, q.shape[3] - (n + parts) * width
+            part, columns = n + parts, int32(q.shape[3] - (n + parts) * width)
             copy_q(slot, q_from + part * width * q.strides[3], q.strides[2], q.strides[3], m_left, columns)
         else:
-            tile, part = j + n // per_tile, n % per_tile
-            key = tile * bn
-            if tile < last:
+            tiles_on, part = n // per_tile, n % per_tile
+            if more > int32(tiles_on):
                 if part < parts:
-                    at = k_from + key * k.strides[2] + part * width * k.strides[3]
-                    copy_k(slot, at, k.strides[2], k.strides[3], k.shape[2] - key, k.shape[3] - part * width)
+                    at = k_at + tiles_on * bn * k.strides[2] + part * width * k.strides[3]
+                    rows_left, columns = int32(left - tiles_on * bn), int32(k.shape[3] - part * width)
+                    copy_k(slot, at, k.strides[2], k.strides[3], rows_left, columns)
                 else:
                     v_row, v_column = v.strides[2], v.strides[3]
                     if swapped:
                         v_row, v_column = v.strides[3], v.strides[2]
-                    key += (part - parts) * keys
-                    copy_v(slot, v_from + key * v_row, v_row, v_column, k.shape[2] - key, v.shape[3])
+                    key = tiles_on * bn + (part - parts) * keys
+                    copy_v(slot, v_at + key * v_row, v_row, v_column, int32(left - key), int32(v.shape[3]))
         commit()
 
     @device
-    def begin(n, slot, here, j, last, q_from, k_from, v_from, q, k, v, m_left, log):
+    def begin(n, slot, here, step, more, left, q_from, k_at, v_at, q, k, v, m_left, log):
         """A step up to its product: start what comes later, and wait for what is needed now."""
-        step = parts + j * per_tile
         if copies_first:
-            mark(log, COPY, step + n, ANY)
-            issue(n, slot, j, last, q_from, k_from, v_from, q, k, v, m_left)
-        mark(log, WAIT, step + n - ahead, here)
+            mark(log, COPY, step, ANY)
+            issue(n, slot, more, left, q_from, k_at, v_at, q, k, v, m_left)
+        mark(log, WAIT, step, here)
         wait()
         if meets:
             cuda.syncthreads()  # the slice of this step is there for all, and nobody reads that of the step before
         if not copies_first:
-            mark(log, COPY, step + n, ANY)
-            issue(n, slot, j, last, q_from, k_from, v_from, q, k, v, m_left)
+            mark(log, COPY, step, ANY)
+            issue(n, slot, more, left, q_from, k_at, v_at, q, k, v, m_left)
 
     @device
     def end():
@@ -162,9 +168,9 @@ def make_staged(
         head_kv = head // (q.shape[1] // k.shape[1])
         row0, offset = block * bm, n_rows - m_rows
         q_from = int64(global_address(q)) + batch * q.strides[0] + head * q.strides[1] + row0 * q.strides[2]
-        k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
-        v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
-        m_left = m_rows - row0
+        k_at = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
+        v_at = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        m_left = few(m_rows - row0)
 
         # Which keys: [0, limit) are visible to some row of the block, [0, whole) to all.
         limit, whole = n_rows, n_rows
@@ -188,21 +194,21 @@ def make_staged(
         turned = cuda.local.array(stages, uint32)
         for i in range(stages):
             ring[i] = base + uint32(i * slot_bytes)
-        none = int64(0)
+        more, left = few(last), few(n_rows)
         for i in range(ahead):
-            issue(filled[i], ring[fills[i]], none, last, q_from, k_from, v_from, q, k, v, m_left)
+            issue(filled[i], ring[fills[i]], more, left, q_from, k_at, v_at, q, k, v, m_left)
         for i in range(parts):
-            begin(q_copy[i], ring[q_into[i]], q_slot[i], none, last, q_from, k_from, v_from, q, k, v, m_left, log)
+            begin(q_copy[i], ring[q_into[i]], q_slot[i], i, more, left, q_from, k_at, v_at, q, k, v, m_left, log)
             load_q(held, ring[q_slot[i]] + q_lane, i)
             end()
         if scale < float32(0) and not no_sign:
             negate_q(held)
 
         for j in range(int64(0), last):
-            step = parts + j * per_tile
+            step, more, left = parts + j * per_tile, few(last - j), few(n_rows - j * bn)
             for i in range(parts):
                 slot, into = slot_of[i], ring[into_of[i]]
-                begin(copy_of[i], into, slot, j, last, q_from, k_from, v_from, q, k, v, m_left, log)
+                begin(copy_of[i], into, slot, step + i, more, left, q_from, k_at, v_at, q, k, v, m_left, log)
                 mark(log, QK, step + i, slot)
                 multiply_qk(s, held, ring[slot] + k_lane, i)
                 end()
@@ -215,13 +221,15 @@ def make_staged(
             exponentials(p, s, l, origin, factor, 0)
             for i in range(parts):
                 slot, into = slot_of[parts + i], ring[into_of[parts + i]]
-                begin(copy_of[parts + i], into, slot, j, last, q_from, k_from, v_from, q, k, v, m_left, log)
+                begin(copy_of[parts + i], into, slot, step + parts + i, more, left, q_from, k_at, v_at, q, k, v, m_left, log)
                 mark(log, PV, step + parts + i, slot)
                 for n in range(per_slice):
                     multiply_pv(acc, p, ring[slot] + v_lane, i * per_slice + n, n)
                     if i * per_slice + n + 1 < sixteens:
                         exponentials(p, s, l, origin, factor, i * per_slice + n + 1)
                 end()
+            k_at += bn * k.strides[2]
+            v_at += bn * v.strides[2]
             if turn:
                 for i in range(stages):
                     turned[i] = ring[(i + turn) % stages]
