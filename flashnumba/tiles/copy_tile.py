@@ -160,24 +160,28 @@ def make_copy_tile(
         """As copy_tile, for slices so small that one path with few instructions is better than two."""
         row, chunk = mine()
         left = int32(rows_left - int32(row))
-        if near:
-            offset = uint32(row * uint32(row_step) + uint32(16) * chunk)
-            origin = source + int64(offset)
-        else:
-            origin = source + int64(row) * row_step + int64(8) * int64(chunk) * column_step
+        origin = source + int64(uint32(row * uint32(row_step) + uint32(16) * chunk))
         for i in range(steps):
             for g in range(groups):
-                there = int32(16)
-                if not even:
-                    columns_here = int32(columns_left - int32(8) * int32(chunk) - int32(8 * together * g))
-                    there = min(int32(16), max(int32(0), int32(int32(2) * columns_here)))
-                if left <= int32(i * rows_at_once):
-                    there = int32(0)
-                further = int64(16 * together * g)
-                if not near:
-                    further = int64(8 * together * g) * column_step
-                from_ = origin + int64(i * rows_at_once) * row_step + further
+                there = int32(0)
+                if left > int32(i * rows_at_once) and (even or columns_left > int32(8 * (chunk + together * g))):
+                    there = int32(16)
+                from_ = origin + int64(i * rows_at_once) * row_step + int64(16 * together * g)
                 copy_chunk(chunk_at(tile, row, chunk, i, g), from_, column_step, there)
+
+    @device
+    def copy_strips_narrow(tile, source, row_step, column_step, rows_left, columns_left):
+        """The same with a loop that is one to the compiler too, as there are many instructions to a chunk."""
+        row, chunk = mine()
+        once = int64(cuda.gridDim.z)  # 1, which the compiler does not know
+        for i in range(once * steps):
+            for g in range(once * groups):
+                r, c = int64(row) + i * rows_at_once, int64(chunk) + g * together
+                there = min(int32(16), max(int32(0), int32(2) * int32(columns_left - int32(8 * c))))
+                if r >= int64(rows_left):
+                    there = int32(0)
+                to = tile + strip_place(r, c & 1) + uint32(c >> 1) * uint32(strip_bytes)
+                copy_chunk(to, source + r * row_step + 8 * c * column_step, column_step, there)
 
     @device
     def copy_packed(tile, source, row_step, column_step, rows_left, columns_left, row0, group, head_step):
@@ -192,7 +196,9 @@ def make_copy_tile(
                     there = int32(0)
                 copy_chunk(chunk_at(tile, row, chunk, i, g), origin + column * column_step, column_step, there)
 
-    return copy_packed if packed else copy_strips if strips else copy_tile
+    if strips:
+        return copy_strips if vector == 16 else copy_strips_narrow
+    return copy_packed if packed else copy_tile
 
 
 def _together(rows: int, columns: int, threads: int) -> int:

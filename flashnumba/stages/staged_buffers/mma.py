@@ -101,7 +101,7 @@ def make_staged(
     wait, commit = make_waiting(copies_ahead(vector, arch), of_tile[0].wait)
     start, mark, finish = make_marks(traced)
     o_regs, s_regs, p_regs, q_regs, rows_held = frags * d // 2, frags * bn // 2, frags * bn // 4, frags * d // 4, 2 * frags
-    next_row, swapped, no_sign, q_parts = int(broken != "causal"), broken == "stride", broken == "sign", broken == "q_barrier"
+    packed, next_row, swapped, no_sign, q_parts = vector > 2, int(broken != "causal"), broken == "stride", broken == "sign", broken == "q_barrier"
 
     @device
     def few(count):
@@ -109,18 +109,25 @@ def make_staged(
         return int32(min(count, int64(1 << 20)))
 
     @device
-    def issue(n, slot, more, left, q_from, k_at, v_at, q, k, v, m_left):
+    def column_step(x):
+        """Bytes from column to column: a constant where rows are read more than one element at a time."""
+        return int64(2) if packed else x.strides[3]
+
+    @device
+    def issue(n, slot, sources, here, more, left):
         """Start to copy slice n, counted from the first of this tile, to a slot; nothing where there is no such tile.
 
-        K and V of this tile begin at ``k_at`` and ``v_at``. From it on there are ``more`` tiles and ``left`` keys."""
+        K and V of this tile begin at the addresses ``here``. From it on there are ``more`` tiles and ``left`` keys."""
+        q, k, v, q_from, m_left = sources
+        k_at, v_at = here
         if n < 0:
             part, columns = n + parts, int32(q.shape[3] - (n + parts) * width)
-            copy_q(slot, q_from + part * width * q.strides[3], q.strides[2], q.strides[3], m_left, columns)
+            copy_q(slot, q_from + part * width * column_step(q), q.strides[2], q.strides[3], m_left, columns)
         else:
             tiles_on, part = n // per_tile, n % per_tile
             if more > int32(tiles_on):
                 if part < parts:
-                    at = k_at + tiles_on * bn * k.strides[2] + part * width * k.strides[3]
+                    at = k_at + tiles_on * bn * k.strides[2] + part * width * column_step(k)
                     rows_left, columns = int32(left - tiles_on * bn), int32(k.shape[3] - part * width)
                     copy_k(slot, at, k.strides[2], k.strides[3], rows_left, columns)
                 else:
@@ -132,23 +139,51 @@ def make_staged(
         commit()
 
     @device
-    def begin(n, slot, here, step, more, left, q_from, k_at, v_at, q, k, v, m_left, log):
+    def begin(n, slot, step, sources, here, more, left, log):
         """A step up to its product: start what comes later, and wait for what is needed now."""
         if copies_first:
             mark(log, COPY, step, ANY)
-            issue(n, slot, more, left, q_from, k_at, v_at, q, k, v, m_left)
-        mark(log, WAIT, step, here)
+            issue(n, slot, sources, here, more, left)
+        mark(log, WAIT, step, ANY)
         wait()
         if meets:
             cuda.syncthreads()  # the slice of this step is there for all, and nobody reads that of the step before
         if not copies_first:
             mark(log, COPY, step, ANY)
-            issue(n, slot, more, left, q_from, k_at, v_at, q, k, v, m_left)
+            issue(n, slot, sources, here, more, left)
 
     @device
     def end():
         if parts_after:
             cuda.syncthreads()  # with one slot: nobody reads the slice any more
+
+    @device
+    def fill(i, ring, sources, here, more, left):
+        issue(filled[i], ring[fills[i]], sources, here, more, left)
+
+    @device
+    def q_step(i, held, ring, lane_at, sources, here, more, left, log):
+        begin(q_copy[i], ring[q_into[i]], i, sources, here, more, left, log)
+        load_q(held, ring[q_slot[i]] + lane_at, i)
+        end()
+
+    @device
+    def k_step(i, s, held, ring, lane_at, step, sources, here, more, left, log):
+        begin(copy_of[i], ring[into_of[i]], step + i, sources, here, more, left, log)
+        mark(log, QK, step + i, slot_of[i])
+        multiply_qk(s, held, ring[slot_of[i]] + lane_at, i)
+        end()
+
+    @device
+    def v_step(i, acc, p, s, l, origin, factor, ring, lane_at, step, sources, here, more, left, log):
+        slot = slot_of[parts + i]
+        begin(copy_of[parts + i], ring[into_of[parts + i]], step + parts + i, sources, here, more, left, log)
+        mark(log, PV, step + parts + i, slot)
+        for n in range(per_slice):
+            multiply_pv(acc, p, ring[slot] + lane_at, i * per_slice + n, n)
+            if i * per_slice + n + 1 < sixteens:
+                exponentials(p, s, l, origin, factor, i * per_slice + n + 1)  # beside the product
+        end()
 
     @device
     def attend(q, k, v, o, lse, scale, causal, log):
@@ -194,24 +229,29 @@ def make_staged(
         turned = cuda.local.array(stages, uint32)
         for i in range(stages):
             ring[i] = base + uint32(i * slot_bytes)
-        more, left = few(last), few(n_rows)
-        for i in range(ahead):
-            issue(filled[i], ring[fills[i]], more, left, q_from, k_at, v_at, q, k, v, m_left)
-        for i in range(parts):
-            begin(q_copy[i], ring[q_into[i]], q_slot[i], i, more, left, q_from, k_at, v_at, q, k, v, m_left, log)
-            load_q(held, ring[q_slot[i]] + q_lane, i)
-            end()
+        # Steps are written out, so that what the table says of each is a constant.
+        sources, here, more, left = (q, k, v, q_from, m_left), (k_at, v_at), few(last), few(n_rows)
+        if ahead > 0:
+            fill(0, ring, sources, here, more, left)
+        if ahead > 1:
+            fill(1, ring, sources, here, more, left)
+        if ahead > 2:
+            fill(2, ring, sources, here, more, left)
+        q_step(0, held, ring, q_lane, sources, here, more, left, log)
+        if parts > 1:
+            q_step(1, held, ring, q_lane, sources, here, more, left, log)
+            q_step(2, held, ring, q_lane, sources, here, more, left, log)
+            q_step(3, held, ring, q_lane, sources, here, more, left, log)
         if scale < float32(0) and not no_sign:
             negate_q(held)
 
         for j in range(int64(0), last):
-            step, more, left = parts + j * per_tile, few(last - j), few(n_rows - j * bn)
-            for i in range(parts):
-                slot, into = slot_of[i], ring[into_of[i]]
-                begin(copy_of[i], into, slot, step + i, more, left, q_from, k_at, v_at, q, k, v, m_left, log)
-                mark(log, QK, step + i, slot)
-                multiply_qk(s, held, ring[slot] + k_lane, i)
-                end()
+            step, here, more, left = parts + j * per_tile, (k_at, v_at), few(last - j), few(n_rows - j * bn)
+            k_step(0, s, held, ring, k_lane, step, sources, here, more, left, log)
+            if parts > 1:
+                k_step(1, s, held, ring, k_lane, step, sources, here, more, left, log)
+                k_step(2, s, held, ring, k_lane, step, sources, here, more, left, log)
+                k_step(3, s, held, ring, k_lane, step, sources, here, more, left, log)
             mark(log, SOFTMAX, step + parts - 1, ANY)
             if scale == float32(0):
                 flatten(s)
@@ -219,15 +259,11 @@ def make_staged(
                 hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
             raise_maximum(s, acc, m, l, origin, factor)
             exponentials(p, s, l, origin, factor, 0)
-            for i in range(parts):
-                slot, into = slot_of[parts + i], ring[into_of[parts + i]]
-                begin(copy_of[parts + i], into, slot, step + parts + i, more, left, q_from, k_at, v_at, q, k, v, m_left, log)
-                mark(log, PV, step + parts + i, slot)
-                for n in range(per_slice):
-                    multiply_pv(acc, p, ring[slot] + v_lane, i * per_slice + n, n)
-                    if i * per_slice + n + 1 < sixteens:
-                        exponentials(p, s, l, origin, factor, i * per_slice + n + 1)
-                end()
+            v_step(0, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
+            if parts > 1:
+                v_step(1, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
+                v_step(2, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
+                v_step(3, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
             k_at += bn * k.strides[2]
             v_at += bn * v.strides[2]
             if turn:
