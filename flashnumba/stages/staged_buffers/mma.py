@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAULTS", "KERNELS", "PLANS", "TRACED", "compile_cases", "make_staged", "plan_staged", "tiles_for"]
 
-FAULTS = (*reference.FAULTS, "q_barrier", "swizzle", "stride", "rescale", "tail", "causal", "sign")
+FAULTS = (*reference.FAULTS, "store", "swizzle", "stride", "rescale", "tail", "causal", "sign")
 """What can be planted: faults of the table, and others."""
 KERNELS = {f"{cut}_{stages}": (stages, cut) for cut in reference.CUTS for stages in reference.STAGES}
 """Slots, and what one holds, of each kernel."""
@@ -100,8 +100,9 @@ def make_staged(
     copy_k = copy(bn, width, even=even, on=broken != "swizzle")
     wait, commit = make_waiting(copies_ahead(vector, arch), of_tile[0].wait)
     start, mark, finish = make_marks(traced)
-    o_regs, s_regs, p_regs, q_regs, rows_held = frags * d // 2, frags * bn // 2, frags * bn // 4, frags * d // 4, 2 * frags
-    packed, next_row, swapped, no_sign, q_parts = vector > 2, int(broken != "causal"), broken == "stride", broken == "sign", broken == "q_barrier"
+    o_regs, s_regs, p_regs, q_regs = frags * d // 2, frags * bn // 2, frags * bn // 4, frags * d // 4
+    packed, rows_held, next_row, swapped = vector > 2, 2 * frags, int(broken != "causal"), broken == "stride"
+    no_sign, no_barrier = broken == "sign", broken == "store"
 
     @device
     def few(count):
@@ -273,7 +274,8 @@ def make_staged(
                     ring[i] = turned[i]
 
         mark(log, STORE, 0, ANY)
-        cuda.syncthreads()  # nobody reads a slot any more
+        if not no_barrier:
+            cuda.syncthreads()  # nobody reads a slot any more
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
@@ -301,9 +303,13 @@ def make_staged(
 
 
 def tiles_for(d: int, arch: str, vector: int = 16) -> StagedTiles:
-    """Tiles for a head dimension: 64 rows by 4 warps before 64 keys, and registers for as many blocks as they allow."""
+    """Tiles for a head dimension: 64 rows by 4 warps before 64 keys, and registers for as many blocks as they allow.
+
+    Copies of less than 16 bytes have more addresses. Above 192 columns they do not fit beside O, S and the whole of Q:
+    those kernels are right, and spill.
+    """
     d = -(-d // 64) * 64
-    return StagedTiles(d, min_blocks={64: 4, 128: 3}.get(d, 0))
+    return StagedTiles(d, min_blocks={64: 4, 128: 3 if vector == 16 else 2}.get(d, 0))
 
 
 def plan_staged(shape: Shape, stages: int, cut: str, traced: bool = False) -> Plan:

@@ -160,7 +160,11 @@ def check(rows: Sequence[Row]) -> None:
                 if group >= seen:
                     raise Broken(
                         f"step {row.step} computes with {found}, which "
-                        + ("is not waited for" if group >= here else "other threads have copied: no barrier lies between")
+                        + (
+                            "is not waited for"
+                            if group >= here
+                            else "other threads have copied: no barrier lies between"
+                        )
                     )
                 unread.discard(row.slot)
                 reading.add(row.slot)
@@ -220,18 +224,16 @@ def damaged(rows: Sequence[Row], fault: str, stages: int) -> list[Row]:
 def table(rows: Sequence[Row], stages: int) -> np.ndarray:
     """What each slot holds during each step, for a picture: ``[stages, steps]`` int.
 
-    0 is nothing, 1 a slice on its way, 2 a slice that waits for its step, 3 the slice that is computed with. A slice is
-    on its way until the wait of its step, so what the table can promise is 1 or 3; a 2 is a slice whose group an
-    earlier wait has included, which happens before step 0 of a long ring only.
+    0 is nothing that is needed any more, 1 a slice that is on its way or has come, 2 the one that is computed with. When
+    it comes the table cannot say: only that it is here by then.
     """
-    steps = [row.step for row in rows]
     state = np.zeros((stages, len(rows)), int)  # [stages, steps]
-    started = {row.copy: (row.step, row.into) for row in rows if row.copy is not None}
-    used = {row.compute: row.step for row in rows if row.compute is not None}
-    for piece, (begin, slot) in started.items():
-        end = used[piece]
-        state[slot, begin - steps[0] : end - steps[0]] = 1
-        state[slot, end - steps[0]] = 3
+    started = {row.copy: (at, row.into) for at, row in enumerate(rows) if row.copy is not None}
+    for at, row in enumerate(rows):
+        if row.compute is not None:
+            begin, slot = started[row.compute]
+            state[slot, begin:at] = 1
+            state[slot, at] = 2
     return state
 
 
