@@ -1,4 +1,4 @@
-"""A ring of slots that both products share, as a table; and what it leaves room for, as formulas.
+"""A ring of slots that both products share, as a table; and attention that goes by the table.
 
 The idea. Attention multiplies twice, ``S = Q K^T`` along the head dimension and ``O += P V`` along the keys. Cut each
 along the axis it sums over, and what a step needs is small: a slice of K is some columns of all keys of its tile, a
@@ -7,26 +7,27 @@ ring of slots in shared memory::
 
     Q_0 .. Q_c-1, K_00 .. K_0,c-1, V_00 .. V_0,c-1, K_10 ..            c = 1 ("tile") or 4 ("quarter") slices a tile
 
-Q comes first, by the same slots, and stays in registers. Step i computes with slice i, which lies in slot ``i % stages``.
-While it does, the next slices are on their way::
+Q comes first, by the same slots, and stays in registers. Step i computes with slice i, which lies in slot
+``i % stages``. While it does, the next slices are on their way::
 
     2 stages and more   wait until slice i is here, barrier | start slice i + stages - 1 | compute with slice i
     1 stage             start slice i | wait for it, barrier | compute with slice i | barrier
 
-One wait and one barrier a step do two things at once. The barrier of step i lets all warps see slice i; and it says that
-all warps are done with slice i - 1, so that its slot, ``(i - 1) % stages == (i + stages - 1) % stages``, may be filled
-again. With a single slot these are two moments, and two barriers.
+One wait and one barrier a step do two things at once. The barrier of step i lets all warps see slice i; and it says
+that all warps are done with slice i - 1, so that its slot, ``(i - 1) % stages == (i + stages - 1) % stages``, may be
+filled again. With a single slot these are two moments, and two barriers.
 
-A wait counts groups of copies, one for each step, filled or not: before step i starts a new one, ``i + stages - 1`` have
-been started, and all but the newest ``stages - 2`` must be here.
+A wait counts groups of copies, one for each step, filled or not: before step i starts a new one, ``i + stages - 1``
+have been started, and all but the newest ``stages - 2`` must be here.
 
 Bytes. A slice of K is ``bn x d/c``, one of V ``bn/c x d``: the same number of elements for any bn and d, and where bn
 rows of Q are as many as bm, a slice of Q as well. So a slot is ``bn d / c`` elements.
 
-Four quarter-size slots take as much as one tile, and half of what two whole tiles take, one of K and one of V.
+Four quarter-size slots take as much as one tile, and half of what two whole tiles take, one of K and one of V. What
+that leaves room for is in :mod:`flashnumba.stages.staged_buffers.budget`.
 
-Sources: the schedule is the multistage ring of CUTLASS (``mma_multistage.h``) laid through two products, as technical
-notes on attention for another machine describe it; the budget's numbers are those notes'.
+Source: the multistage ring of CUTLASS (``mma_multistage.h``), laid through two products as technical notes on attention
+for another machine describe it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = [
-    "CUTS", "FAULTS", "Broken", "Budget", "Period", "Row", "Slice", "budget", "check", "damaged", "period",
-    "registers_held", "ring_bytes", "schedule", "slices", "slot_bytes", "table",
+    "CUTS", "FAULTS", "STAGES", "Broken", "Period", "Row", "Slice", "attention", "check", "damaged", "parts_of",
+    "period", "schedule", "slices", "table",
 ]  # fmt: skip
 
 CUTS = {"tile": 1, "quarter": 4}
@@ -88,7 +89,7 @@ class Broken(ValueError):
 # -- the schedule ------------------------------------------------------------------------------------------------------
 def slices(cut: str, tiles: int) -> list[Slice]:
     """All slices in the order in which they are needed: Q, then K and V of each of ``tiles`` tiles."""
-    parts = range(_parts(cut))
+    parts = range(parts_of(cut))
     of_tiles = [Slice(x, j, part) for j in range(tiles) for x in "KV" for part in parts]
     return [Slice("Q", 0, part) for part in parts] + of_tiles
 
@@ -113,7 +114,8 @@ def schedule(stages: int, cut: str, tiles: int) -> list[Row]:
     return found
 
 
-def _parts(cut: str) -> int:
+def parts_of(cut: str) -> int:
+    """Slices of a tile of K, or of V."""
     if cut not in CUTS:
         raise ValueError(f"cut is {cut!r}; it must be 'tile' or 'quarter'")
     return CUTS[cut]
@@ -142,8 +144,8 @@ def check(rows: Sequence[Row]) -> None:
                 if row.copy is not None:
                     if row.into in reading:
                         raise Broken(
-                            f"step {row.step} fills slot {row.into} with {row.copy} while a warp may still compute with "
-                            f"{holds[row.into][0]} there: no barrier lies between"
+                            f"step {row.step} fills slot {row.into} with {row.copy} while a warp may still compute "
+                            f"with {holds[row.into][0]} there: no barrier lies between"
                         )
                     if row.into in unread:
                         raise Broken(
@@ -193,6 +195,64 @@ def period(rows: Sequence[Row], stages: int) -> Period:
     return Period(first, tile, len(tile) % stages)
 
 
+# -- attention by the table --------------------------------------------------------------------------------------------
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, stages: int, cut: str, *, bm: int = 64, bn: int = 64,
+    scale: float | None = None, causal: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Attention of one head in float64, with nothing of K and V at hand but what lies in the slots.
+
+    Args:
+        q, k, v: ``[M, D]``, ``[N, D]``, ``[N, D]``.
+        scale: 1/sqrt(D) if None.
+        causal: key j is visible to row i if ``j <= i + N - M``.
+
+    Returns:
+        o ``[M, D]`` and lse ``[M]``; 0 and -inf for a row that sees no key.
+    """
+    (m, d), n, parts = q.shape, len(k), parts_of(cut)
+    scale = 1 / np.sqrt(d) if scale is None else scale
+    columns = np.array_split(np.arange(d), parts)  # of a slice of K, and of Q
+    o, lse = np.zeros((m, d)), np.full(m, -np.inf)  # [M, D], [M]
+    for row0 in range(0, m, bm):
+        rows = np.arange(row0, min(row0 + bm, m))  # [rows]
+        held = np.zeros((len(rows), d))  # [rows, D]  Q
+        acc, total, top = np.zeros((len(rows), d)), np.zeros(len(rows)), np.full(len(rows), -np.inf)
+        s = p = np.zeros((len(rows), 0))  # [rows, keys]
+        slots: list[np.ndarray | None] = [None] * stages
+        for step in schedule(stages, cut, -(-n // bn)):
+            for action in step.order:
+                if action == "copy" and step.copy is not None:
+                    operand, tile, part = step.copy
+                    keys = np.arange(tile * bn, min((tile + 1) * bn, n))  # [keys]
+                    if operand == "V":
+                        slots[step.into] = v[np.array_split(keys, parts)[part]].astype(np.float64)
+                    else:
+                        whole = q[rows] if operand == "Q" else k[keys]  # [rows, D] or [keys, D]
+                        slots[step.into] = whole[:, columns[part]].astype(np.float64)
+                elif action == "compute" and step.compute is not None:
+                    (operand, tile, part), slot = step.compute, slots[step.slot]
+                    if operand == "Q":
+                        held[:, columns[part]] = slot
+                    elif operand == "K":
+                        s = (s if part else 0.0) + held[:, columns[part]] @ slot.T  # [rows, keys]
+                        if part == parts - 1:
+                            keys = np.arange(tile * bn, tile * bn + s.shape[1])  # [keys]
+                            s = s * scale
+                            if causal:
+                                s = np.where(keys <= rows[:, None] + n - m, s, -np.inf)  # [rows, keys]
+                            larger = np.maximum(top, s.max(1))  # [rows]
+                            origin = np.where(larger == -np.inf, 0, larger)  # [rows]
+                            p, alpha = np.exp(s - origin[:, None]), np.exp(top - origin)  # [rows, keys], [rows]
+                            top, total, acc = larger, total * alpha + p.sum(1), acc * alpha[:, None]
+                    else:
+                        acc = acc + np.array_split(p, parts, axis=1)[part] @ slot  # [rows, D]
+        seen = np.where(total == 0, 1, total)  # [rows]
+        o[rows], lse[rows] = acc / seen[:, None], top + np.log(seen)
+    return o, lse
+
+
+# -- faults, and a picture ---------------------------------------------------------------------------------------------
 FAULTS = ("wait", "barrier", "early", "slot")
 """What :func:`damaged` does to a table."""
 
@@ -224,8 +284,8 @@ def damaged(rows: Sequence[Row], fault: str, stages: int) -> list[Row]:
 def table(rows: Sequence[Row], stages: int) -> np.ndarray:
     """What each slot holds during each step, for a picture: ``[stages, steps]`` int.
 
-    0 is nothing that is needed any more, 1 a slice that is on its way or has come, 2 the one that is computed with. When
-    it comes the table cannot say: only that it is here by then.
+    0 is nothing that is needed any more, 1 a slice that is on its way or has come, 2 the one that is computed with.
+    When it comes the table cannot say: only that it is here by then.
     """
     state = np.zeros((stages, len(rows)), int)  # [stages, steps]
     started = {row.copy: (at, row.into) for at, row in enumerate(rows) if row.copy is not None}
@@ -235,58 +295,3 @@ def table(rows: Sequence[Row], stages: int) -> np.ndarray:
             state[slot, begin:at] = 1
             state[slot, at] = 2
     return state
-
-
-# -- the budget --------------------------------------------------------------------------------------------------------
-def slot_bytes(cut: str, d: int, bn: int, itemsize: int = 2) -> int:
-    """Bytes of a slot: the larger of a slice of K, ``bn x d/c``, and one of V, ``bn/c x d``, which are equal."""
-    parts = _parts(cut)
-    return max(bn * (d // parts), (bn // parts) * d) * itemsize
-
-
-def ring_bytes(stages: int, cut: str, d: int, bn: int, itemsize: int = 2) -> int:
-    """Bytes of shared memory for all slots."""
-    return stages * slot_bytes(cut, d, bn, itemsize)
-
-
-def registers_held(d: int, bn: int, rows: int = 16, threads: int = 32) -> int:
-    """Registers a thread for what is kept: O ``[rows, d]`` and S ``[rows, bn]`` in float32, Q ``[rows, d]`` in 16 bits.
-
-    A warp of ``threads`` threads owns ``rows`` rows. Addresses, the state of the rows and operands come on top.
-    """
-    return rows * (d + bn) // threads + rows * d // (2 * threads)
-
-
-class Budget(NamedTuple):
-    """What a block takes, and how many blocks fit.
-
-    Attributes:
-        block_bytes: of registers a block takes.
-        by_registers, by_shared: blocks that the register file, and the shared memory, have room for.
-        blocks: the smaller of these.
-        shared_within: bytes of shared memory a block may take without being the scarcer.
-    """
-
-    block_bytes: int
-    by_registers: int
-    by_shared: int
-    blocks: int
-    shared_within: int
-
-
-def budget(registers: int, threads: int, ring: int, register_file: int, shared: int) -> Budget:
-    """Blocks a multiprocessor, without units of allocation and other limits.
-
-    Args:
-        registers: 32-bit registers a thread.
-        threads: a block.
-        ring: bytes of shared memory a block.
-        register_file, shared: bytes of both that a multiprocessor has.
-
-    >>> budget(256, 256, 16 * 1024, 768 * 1024, 64 * 1024)
-    Budget(block_bytes=262144, by_registers=3, by_shared=4, blocks=3, shared_within=21845)
-    """
-    block = 4 * registers * threads
-    by_registers, by_shared = register_file // block, shared // ring
-    within = shared // by_registers if by_registers else shared
-    return Budget(block, by_registers, by_shared, min(by_registers, by_shared), within)

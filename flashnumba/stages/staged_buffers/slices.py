@@ -1,9 +1,9 @@
 """What a warp does with one slice of Q, K or V, and how O leaves through a slot.
 
-A slice lies in its slot in strips of 16 columns, the depth of one product on tensor cores: strip after strip, each with
-its rows 32 bytes apart. Eight rows of a strip fill all banks twice, so of rows 4 to 7 of each eight the two chunks of 16
-bytes are exchanged, and an ``ldmatrix`` meets no bank twice. A lane's address is then one number for all strips and
-slices; what comes on top is a constant::
+A slice lies in its slot in strips of 16 columns, the depth of one product on tensor cores: strip after strip, each
+with its rows 32 bytes apart. Eight rows of a strip fill all banks twice, so of rows 4 to 7 of each eight the two chunks
+of 16 bytes are exchanged, and an ``ldmatrix`` meets no bank twice. A lane's address is then one number for all strips
+and slices; what comes on top is a constant::
 
     slice of K   bn x d/c     strip k: columns 16 k .. of all keys     one step of S = Q K^T
     slice of V   bn/c x d     strip n: columns 16 n .. of its keys     16 columns of O
@@ -28,7 +28,7 @@ from flashnumba.machine.instructions import (
     syncwarp,
 )
 from flashnumba.machine.numba import cuda, float32, int64, uint16, uint32, uint64
-from flashnumba.stages.staged_buffers.reference import registers_held, ring_bytes, slot_bytes
+from flashnumba.stages.staged_buffers.budget import registers_held, ring_bytes, slot_bytes
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, share_of
 from flashnumba.tiles.copy_tile import STRIP
 from flashnumba.tiles.elements import vectors
@@ -71,7 +71,8 @@ class StagedTiles:
             raise ValueError(f"bn is {self.bn}; it must be a multiple of 64: four slices of 16 keys")
         if self.bm % (16 * self.warps) or not 0 < self.bm <= self.bn:
             raise ValueError(
-                f"bm is {self.bm}; it must be a multiple of 16 rows for each of {self.warps} warps, at most bn, {self.bn}"
+                f"bm is {self.bm}; it must be a multiple of 16 rows for each of {self.warps} warps, and at most bn, "
+                f"{self.bn}"
             )
         if self.held > MOST_HELD:
             raise ValueError(

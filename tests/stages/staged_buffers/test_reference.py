@@ -7,28 +7,28 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flashnumba.machine.occupancy import MACHINES, NOTES
 from flashnumba.machine.occupancy import budget as full_budget
+from flashnumba.stages.flash_forward.reference import dense
 from flashnumba.stages.staged_buffers import reference
+from flashnumba.stages.staged_buffers.budget import budget, registers_held, ring_bytes, slot_bytes
 from flashnumba.stages.staged_buffers.reference import (
     CUTS,
     FAULTS,
     STAGES,
     Broken,
     Slice,
-    budget,
+    attention,
     check,
     damaged,
     period,
-    registers_held,
-    ring_bytes,
     schedule,
     slices,
-    slot_bytes,
     table,
 )
 
@@ -76,7 +76,7 @@ def test_no_slot_is_written_while_it_is_needed(stages, cut):
         for action in row.order:
             clock += 1
             if action == "barrier":
-                free_from |= {slot: clock for slot in pending}
+                free_from |= dict.fromkeys(pending, clock)
                 pending = {}
             elif action == "copy" and row.copy:
                 assert free_from[row.into] is not None and free_from[row.into] < clock
@@ -181,6 +181,30 @@ def test_what_a_slot_holds():
 def test_what_there_is_no_table_for(stages, cut, words):
     with pytest.raises(ValueError, match=words):
         schedule(stages, cut, 1)
+
+
+# -- attention by the table --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("stages", "cut"), BOTH)
+def test_attention_by_the_table_is_attention(stages, cut):
+    rng = np.random.default_rng(stages)
+    for m, n, d, causal in ((20, 45, 7, False), (20, 45, 32, True), (30, 12, 5, True), (3, 0, 4, False)):
+        q, k, v = (rng.standard_normal((rows, d)) for rows in (m, n, n))
+        found = attention(q, k, v, stages, cut, bm=8, bn=16, causal=causal)
+        for got, expected in zip(found, dense(q, k, v, causal=causal), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fault", ["slot", "early"])
+def test_attention_by_a_damaged_table_is_wrong(monkeypatch, fault):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((8, 8)) for _ in range(3))
+    whole = reference.schedule
+    monkeypatch.setattr(reference, "schedule", lambda *sizes: damaged(whole(*sizes), fault, sizes[0]))
+    try:
+        o, _ = attention(q, k, v, 3, "tile", bm=8, bn=8)
+    except ValueError:  # the slot is empty
+        return
+    assert not np.allclose(o, dense(q, k, v)[0], rtol=1e-3)
 
 
 # -- the budget --------------------------------------------------------------------------------------------------------
