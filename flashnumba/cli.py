@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flashnumba.commands import bench, doctor, lessons, resources, walkthrough
+from flashnumba.commands import bench, doctor, lessons, resources, timeline, walkthrough
 
 __all__ = ["app", "main"]
 
@@ -40,7 +40,7 @@ def options(
     """What stands before a command's name."""
 
 
-for command in (walkthrough, doctor, resources, bench, lessons):
+for command in (walkthrough, doctor, resources, timeline, bench, lessons):
     command.register(app)
 
 

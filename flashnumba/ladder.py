@@ -14,8 +14,9 @@ from flashnumba.stages.stage import Case, Passes, Result, Rung, Stage, measure
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
+    from flashnumba.stages.heads import Planner
 
-__all__ = ["STAGES", "Case", "Passes", "Result", "Rung", "Stage", "compile_cases", "find", "measure"]
+__all__ = ["STAGES", "Case", "Passes", "Result", "Rung", "Stage", "compile_cases", "find", "measure", "traced"]
 
 NAMES = (
     "softmax",
@@ -39,6 +40,17 @@ def compile_cases() -> Iterator[CompileCase]:
         for module in (f"flashnumba.stages.{name}.{tier}" for tier in TIERS):
             if find_spec(module):
                 yield from import_module(module).compile_cases()
+
+
+def traced() -> dict[str, Planner]:
+    """Planners of the kernels that leave marks for a timeline, by ``stage.kernel``: what stages name in ``TRACED``."""
+    found = {}
+    for name in NAMES:
+        for module in (f"flashnumba.stages.{name}.{tier}" for tier in TIERS):
+            if find_spec(module):
+                planners = getattr(import_module(module), "TRACED", {})
+                found |= {f"{name}.{kernel}": planner for kernel, planner in planners.items()}
+    return found
 
 
 def find(name: str) -> Stage:

@@ -658,7 +658,7 @@ else:
 
 # %%
 names = ["simt float16 d 128 by 16 bytes, sm_90 on", "mma float16 d 64, tiles for sm_90a"]
-names += ["mma float16 d 128, tiles for sm_90a", "split float16 d 128 8 rows"]
+names += ["mma float16 d 128, tiles for sm_90a", "split float16 d 128 8 rows, for sm_90a"]
 found = {name: lesson.resources(f"flash_forward.{name}") for name in names}
 print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
 budgets = {n: budget("90", threads=r.threads, registers=r.registers, shared=r.shared) for n, (r, _) in found.items()}

@@ -10,7 +10,10 @@ import pytest
 from flashnumba.machine.instruction import REGISTRY
 
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
-PAGES = {"add-an-instruction": "", "add-a-kernel": "", "attention": "", "pytorch": "torch", "cupy-jax": "jax"}
+PAGES = {
+    "add-an-instruction": "", "add-a-kernel": "", "attention": "", "timeline": "", "pytorch": "torch",
+    "cupy-jax": "jax",
+}  # fmt: skip
 """Pages, and the library that each asks for beyond the package's own."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

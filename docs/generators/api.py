@@ -14,7 +14,8 @@ __all__ = ["MACHINE", "modules_of", "pages"]
 
 MACHINE = (
     "function", "instruction", "emulator", "launcher", "arrays", "tensor_map", "compiler", "occupancy", "gate",
-    "resources", "gpu",
+    "resources", "timeline", "timeline.trace", "timeline.record", "timeline.summary", "timeline.picture",
+    "timeline.sources", "timeline.costs", "timeline.replay", "emulator.events", "gpu",
 )  # fmt: skip
 """What of ``flashnumba.machine`` a kernel's author or user calls; the rest serves these."""
 

@@ -16,7 +16,7 @@ __all__ = ["DECLARED", "EXAMPLES", "FAMILIES", "factories", "table"]
 
 FAMILIES = (
     "warp", "barrier", "memory", "ordered", "ldmatrix", "mma", "convert", "cp_async", "mbarrier", "tma", "wgmma",
-    "special",
+    "dependency", "special",
 )  # fmt: skip
 DECLARED = tuple(i for i in REGISTRY.values() if getattr(every, i.name, None) is i)
 """What importing every family declares; what factories make is not among the package's names."""

@@ -46,6 +46,8 @@ class Kernel:
         arch: smallest compute capability, e.g. 75; a trailing ``a`` asks for the arch-specific set, e.g. ``"90a"``.
         fastmath: let the compiler contract, approximate and assume no NaN in comparisons.
         concurrent: blocks wait for one another; the emulator then runs them all at once.
+        early: it may start before the kernel ahead of it on the stream has ended, so that the start costs no time, and
+            calls ``grid_dependency_wait`` before it touches global memory (programmatic dependent launch, sm_90).
         name: how tables name it; the function's name otherwise.
     """
 
@@ -55,6 +57,7 @@ class Kernel:
     arch: str = "75"
     fastmath: bool = False
     concurrent: bool = False
+    early: bool = False
     name: str = ""
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -82,12 +85,14 @@ def kernel(
     arch: str | int = "75",
     fastmath: bool = False,
     concurrent: bool = False,
+    early: bool = False,
     name: str = "",
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Declare a kernel; the options are those of :class:`Kernel`.
 
     Raises:
-        ValueError: threads outside 1 to 1024, a negative number of blocks, or no architecture like 80 or "90a".
+        ValueError: threads outside 1 to 1024, a negative number of blocks, no architecture like 80 or "90a", or an
+            early kernel below sm_90 or with blocks that wait for one another.
     """
     if not isinstance(threads, int) or not 1 <= threads <= 1024:
         raise ValueError(f"threads is {threads!r}; a block has 1 to 1024")
@@ -96,8 +101,11 @@ def kernel(
     if not re.fullmatch(r"\d{2,3}a?", str(arch)):
         raise ValueError(f"arch is {arch!r}; it must be a compute capability like 80 or '90a'")
 
+    if early and (concurrent or int(str(arch).rstrip("a")) < 90):
+        raise ValueError(f"arch is {arch!r}, concurrent {concurrent}; an early kernel needs 90 or later, and False")
+
     def declare(function: Callable[..., Any]) -> Kernel:
-        return Kernel(function, threads, min_blocks, str(arch), fastmath, concurrent, name)
+        return Kernel(function, threads, min_blocks, str(arch), fastmath, concurrent, early, name)
 
     return declare
 

@@ -127,6 +127,11 @@ def max_shared(device: int | None = None) -> int:
     return _attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN", device)
 
 
+def clock_rate(device: int | None = None) -> int:
+    """The fastest clock of a device's multiprocessors, kHz; what it runs at under load is less."""
+    return _attribute("CLOCK_RATE", device)
+
+
 def device_name(device: int | None = None) -> str:
     """Marketing name of a device."""
     require()

@@ -45,6 +45,9 @@ class Prepared:
         self._driver = gpu.bindings()
         self._launch = self._driver.cuLaunchCooperativeKernel if kernel.concurrent else self._driver.cuLaunchKernel
         self._last = () if kernel.concurrent else (0,)
+        self._configs: dict[tuple[int, ...], Any] = {}
+        if kernel.early:
+            self._launch = self._launch_early
         self._context = int(gpu.primary_context(device))
         self._threads = threading.local()
         self._shapes: dict[Any, tuple[int, ...] | None] = {}
@@ -206,6 +209,27 @@ class Prepared:
                 f"{self.kernel.__name__} was not launched: {getattr(status, 'name', status)}; grid {sizes[:3]}, "
                 f"block {sizes[3:]}, {self.shared} bytes of dynamic shared memory on cuda:{self.device}"
             )
+
+    def _launch_early(self, function: Any, *rest: Any) -> Any:
+        """``cuLaunchKernel``, but for the permission to start before the kernel ahead has ended."""
+        driver = self._driver
+        *place, parameters, extra = rest
+        key = tuple(place)
+        config = self._configs.get(key)
+        if config is None:
+            may = driver.CUlaunchAttribute()
+            may.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            may.value.programmaticStreamSerializationAllowed = 1
+            config = driver.CUlaunchConfig()
+            (
+                config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX, config.blockDimY, config.blockDimZ,
+                config.sharedMemBytes, config.hStream,
+            ) = (*key[:-1], driver.CUstream(key[-1]))  # fmt: skip
+            config.attrs, config.numAttrs = [may], 1
+            if len(self._configs) >= 1024:
+                self._configs.clear()
+            self._configs[key] = config
+        return driver.cuLaunchKernelEx(config, function, parameters, extra)
 
     def _pin(self, args: tuple[Any, ...], stream: int) -> None:
         """Keep the tensor maps of a launch that a graph records."""

@@ -9,10 +9,12 @@ the columns ``8 n + 2 c`` and the next::
 Two such column groups of S are, rounded and packed, one A operand of the product with V, so no lane gives anything
 away.
 
-Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^(s factor - m)``, where m is the
-running maximum of ``s factor``, rounded once, so that the same m stands in every weight, in l, in the rescaling and in
-the LSE, and cancels. One fused multiply-add and one exponential an element. A scale below zero is turned into a sign of
-Q; one of zero, and others so small that the factor would vanish, become 2^-126, because 0 times -inf is no number.
+Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^((s - m) factor)``, where m is the
+running maximum of s. As one fused multiply-add, ``s factor - (m factor)``, it is off by the rounding of the product in
+brackets: by less than 2^-16 where that is below :data:`NEAR`, and by 0.5 % of the weight at scores of 1e5, where the
+greatest weight would not be 1 any more and P's rounding would show it. So beyond :data:`NEAR` a warp first subtracts m
+from its S, which is exact where it matters, near the maximum. A scale below zero is turned into a sign of Q; one of
+zero, and others so small that the factor would vanish, become 2^-126, because 0 times -inf is no number.
 
 l is summed in each lane and over the four lanes of a row at the end; O is divided by it once, at the end.
 
@@ -50,6 +52,8 @@ ALIGNMENT = 128
 """Bytes that tiles in shared memory are aligned to."""
 LN_2 = 0.6931471805599453
 SMALLEST = 2.0**-126
+NEAR = 256.0
+"""Base-2 exponents up to which the maximum may be rounded when it is subtracted."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ class AttentionTiles:
         slots: tiles of K, and of V, that shared memory holds: 1 to 4. With one, the copy of each travels under the
             other's product; with more, both travel whole steps ahead.
         lazy: rescale O only where some row of the warp has a new maximum. Exact: the others are multiplied by 1.
+        subtract: subtract the maximum from S at every step, not only where exponents are large: an instruction more
+            an element, and a branch less.
         q_held: of the ``d / 16`` steps along the head dimension, how many keep Q in registers.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
 
@@ -76,6 +82,7 @@ class AttentionTiles:
     warps: int = 4
     slots: int = 1
     lazy: bool = False
+    subtract: bool = False
     q_held: int = 0
     min_blocks: int = 0
 
@@ -138,9 +145,9 @@ class Steps(NamedTuple):
         multiply_qk: ``(s, held, q_lane, k_lane)``: S = Q K^T.
         flatten: ``(s)``: zero times S: what is finite becomes zero, the rest no number.
         mask: ``(s, visible, lane)``: -inf from column ``visible[2 f + half]`` of the tile on, int32.
-        raise_maximum: ``(s, acc, m, l, origin, factor)``: m to the new maximum; acc and l in its units. ``origin`` is
-            m, or 0 for a row of which nothing was visible yet.
-        exponentials: ``(p, s, l, origin, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
+        raise_maximum: ``(s, acc, m, l, bias, factor)``: m to the new maximum of S; acc and l in its units. Exponents
+            are then ``s factor + bias``, where nothing visible counts as a maximum of 0.
+        exponentials: ``(p, s, l, bias, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
             ...]``, packed as an A operand; l grows.
         multiply_pv: ``(acc, p, v_lane, k)``: O += P V for these keys.
         softmax_pv: ``(s, acc, m, l, factor, v_lane)``: the last three for a whole tile.
@@ -170,21 +177,28 @@ def factor_of(scale):
 
 
 @device
+def seen(m):
+    """m, and 0 for a row that saw nothing, as -inf - -inf is no number."""
+    return float32(0) if m == float32(NOTHING) else m
+
+
+@device
 def share_of(total):
     """1 / total, and 1 for the empty sum of a row that saw nothing: its O is then 0."""
     return rcp_approx(float32(1) if total == float32(0) else total)
 
 
 @device
-def log_sum(m, total):
-    """The natural logarithm of the sum of exponentials, from the maximum in base-2 units and the sum in units of it."""
-    return (m + lg2_approx(total)) * float32(LN_2)
+def log_sum(m, total, factor):
+    """The natural logarithm of the sum of exponentials, from the maximum of S and the sum in units of its weight."""
+    return cuda.fma(m, factor, lg2_approx(total)) * float32(LN_2)
 
 
 @cache
 def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescaled: bool = True) -> Steps:
     """The steps for float16 or bfloat16; ``rescaled=False`` plants a fault."""
-    d, bn, frags, lazy, q_held = tiles.d, tiles.bn, tiles.frags, tiles.lazy, tiles.q_held
+    d, bn, frags, q_held = tiles.d, tiles.bn, tiles.frags, tiles.q_held
+    lazy, subtract = tiles.lazy, tiles.subtract
     layout = swizzle(d)
     pitch, place, step = layout.pitch, layout.at, layout.step
     multiply = make_multiply(element, arch)
@@ -277,9 +291,9 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                         acc[(f * d_groups + n) * 4 + 2 * half + 1] *= alpha[2 * f + half]
 
     @device
-    def raise_maximum(s, acc, m, l, origin, factor):
+    def raise_maximum(s, acc, m, l, bias, factor):
         alpha = cuda.local.array(rows, float32)
-        risen = False
+        risen, far = False, False
         for f in range(frags):
             for half in range(2):
                 r = 2 * f + half
@@ -287,11 +301,18 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
                 for n in range(n_groups):
                     at = (f * n_groups + n) * 4 + 2 * half
                     top = max(top, max(s[at], s[at + 1]))
-                top = max(m[r], quad_max(top) * factor)
+                top = max(m[r], quad_max(top))
                 risen = risen or top > m[r]
-                origin[r] = float32(0) if top == float32(NOTHING) else top
-                alpha[r] = ex2_approx(m[r] - origin[r])
+                origin = seen(top)
+                bias[r] = -(origin * factor)
+                far = far or not (abs(bias[r]) < float32(NEAR))
+                alpha[r] = ex2_approx((m[r] - origin) * factor)
                 m[r] = top
+        if subtract or vote_any(far):
+            for i in range(s_regs):
+                s[i] -= seen(m[2 * (i // (4 * n_groups)) + i // 2 % 2])
+            for r in range(rows):
+                bias[r] = float32(0)
         if lazy:
             if vote_any(risen):
                 rescale(acc, l, alpha)
@@ -299,14 +320,14 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
             rescale(acc, l, alpha)
 
     @device
-    def exponentials(p, s, l, origin, factor, k):
+    def exponentials(p, s, l, bias, factor, k):
         for f in range(frags):
             for i in range(2):
                 for half in range(2):
                     at = (f * n_groups + 2 * k + i) * 4 + 2 * half
                     r = 2 * f + half
-                    x = ex2_approx(cuda.fma(s[at], factor, -origin[r]))
-                    y = ex2_approx(cuda.fma(s[at + 1], factor, -origin[r]))
+                    x = ex2_approx(cuda.fma(s[at], factor, bias[r]))
+                    y = ex2_approx(cuda.fma(s[at + 1], factor, bias[r]))
                     l[r] += x + y
                     p[k * a_regs + 4 * f + 2 * i + half] = pack(x, y)
 
@@ -322,10 +343,10 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
     @device
     def softmax_pv(s, acc, m, l, factor, v_lane):
         p = cuda.local.array(p_regs, uint32)
-        origin = cuda.local.array(rows, float32)
-        raise_maximum(s, acc, m, l, origin, factor)
+        bias = cuda.local.array(rows, float32)
+        raise_maximum(s, acc, m, l, bias, factor)
         for k in range(bn // 16):
-            exponentials(p, s, l, origin, factor, k)
+            exponentials(p, s, l, bias, factor, k)
             multiply_pv(acc, p, v_lane, k)
 
     return Steps(

@@ -22,8 +22,9 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, Steps, factor_of, log_sum, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide, make_store
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
@@ -36,8 +37,9 @@ FAULTS = (
 
 @cache
 def make_attend(
-    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, broken: str = ""
-) -> DeviceFunction:
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, traced: bool = False,
+    broken: str = "",
+) -> DeviceFunction:  # fmt: skip
     """``attend(q, k, v, o, lse, scale, causal, batch, head, block)``: rows ``tiles.bm * block`` and on of a head.
 
     The arrays and scalars are the kernel's, as :mod:`flashnumba.stages.heads` names them; ``batch``, ``head`` and
@@ -50,6 +52,8 @@ def make_attend(
         vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
+        traced: ``attend`` takes one argument more, the ``log`` of :mod:`flashnumba.tiles.marks`, and leaves marks. Step
+            j is that of K_j and V_j; slots are K's, then V's.
         broken: plants one of :data:`FAULTS`.
 
     Raises:
@@ -60,9 +64,14 @@ def make_attend(
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch = tiles.pitch
     steps = make_steps(tiles, element, arch, rescaled=broken != "rescale")
-    clear, negate_q, load_q, multiply_qk, flatten, softmax_pv = (
-        steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.softmax_pv
-    )  # fmt: skip
+    clear, negate_q, load_q, multiply_qk, flatten = (
+        steps.clear,
+        steps.negate_q,
+        steps.load_q,
+        steps.multiply_qk,
+        steps.flatten,
+    )
+    softmax_pv = _make_softmax_pv(tiles, steps, traced)
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
     next_row = int(broken != "causal")
@@ -77,9 +86,10 @@ def make_attend(
     swapped, no_sign = broken == "stride", broken == "sign"
 
     wait, commit = make_waiting(copies_ahead(vector, arch), 0, waits=broken != "wait")
+    mark = make_marks(traced).mark
 
     @device
-    def attend(q, k, v, o, lse, scale, causal, batch, head, block):
+    def attend_marked(q, k, v, o, lse, scale, causal, batch, head, block, log):
         smem = cuda.shared.array(0, uint8)
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
@@ -113,13 +123,18 @@ def make_attend(
         l = cuda.local.array(rows_held, float32)
         clear(acc, m, l)
 
+        mark(log, COPY, 0, ANY)
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row0, columns)
+        mark(log, COPY, 0, 0)
         copy_k(k_tile, k_from, k.strides[2], k.strides[3], n_rows, columns)
         if slots == 2:
+            mark(log, COPY, 0, slots)
             copy_v(v_tile, v_from, v_row, v_column, n_rows, columns)
         commit()
+        mark(log, WAIT, 0, ANY)
         wait()
         cuda.syncthreads()  # Q is there for all
+        mark(log, OTHER, 0, ANY)
         if scale < float32(0) and not no_sign:
             negate_q(q_tile, warp_row, lane)
         load_q(held, q_lane)
@@ -129,43 +144,82 @@ def make_attend(
                 here = uint32(j & 1) * uint32(slot_bytes)
             if early:
                 copy_v(v_tile, v_from + j * bn * v_row, v_row, v_column, n_rows - j * bn, columns)
+            mark(log, WAIT, j, ANY)
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # K_j (and V_j) are there for all, and nobody reads the slots filled next
             if slots == 2:
                 if j + 1 < last:
                     other, key = uint32(slot_bytes) - here, (j + 1) * bn
+                    mark(log, COPY, j + 1, (j + 1) & 1)
                     copy_k(
                         k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns
                     )
+                    mark(log, COPY, j + 1, slots + ((j + 1) & 1))
                     copy_v(v_tile + other, v_from + key * v_row, v_row, v_column, n_rows - key, columns)
             elif not early:
+                mark(log, COPY, j, 1)
                 copy_v(v_tile, v_from + j * bn * v_row, v_row, v_column, n_rows - j * bn, columns)
             commit()
+            mark(log, QK, j, j & (slots - 1))
             multiply_qk(s, held, q_lane, k_lane + here)
+            mark(log, SOFTMAX, j, ANY)
             if scale == float32(0):
                 flatten(s)
             if (j + 1) * bn > whole:
                 hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
             if slots == 1:
+                mark(log, WAIT, j, 1)
                 wait()
                 if not no_v_barrier:
                     cuda.syncthreads()  # V_j is there for all, and nobody reads K_j any more
                 if j + 1 < last:
                     key = (j + 1) * bn
+                    mark(log, COPY, j + 1, 0)
                     copy_k(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
                 commit()
-            softmax_pv(s, acc, m, l, factor, v_lane + here)
+            softmax_pv(s, acc, m, l, factor, v_lane + here, log, j, slots + (j & (slots - 1)))
 
+        mark(log, STORE, last, ANY)
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
             if (lane & 3) == 0 and row < m_rows:
-                lse[batch, head, row] = log_sum(m[r], total)
+                lse[batch, head, row] = log_sum(m[r], total, factor)
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 
-    return attend
+    @device
+    def attend(q, k, v, o, lse, scale, causal, batch, head, block):
+        attend_marked(q, k, v, o, lse, scale, causal, batch, head, block, None)
+
+    return attend_marked if traced else attend
+
+
+def _make_softmax_pv(tiles: AttentionTiles, steps: Steps, traced: bool) -> DeviceFunction:
+    """``Steps.softmax_pv`` with ``log, step, slot`` behind its arguments; traced, it leaves marks between its parts."""
+    mark, softmax_pv = make_marks(traced).mark, steps.softmax_pv
+    raise_maximum, exponentials, multiply_pv = steps.raise_maximum, steps.exponentials, steps.multiply_pv
+    rows, p_regs, k_steps = 2 * tiles.frags, tiles.frags * tiles.bn // 4, tiles.bn // 16
+
+    @device
+    def unmarked(s, acc, m, l, factor, v_lane, log, step, slot):
+        softmax_pv(s, acc, m, l, factor, v_lane)
+
+    @device
+    def marked(s, acc, m, l, factor, v_lane, log, step, slot):
+        p = cuda.local.array(p_regs, uint32)
+        origin = cuda.local.array(rows, float32)
+        mark(log, SOFTMAX, step, ANY)
+        raise_maximum(s, acc, m, l, origin, factor)
+        for k in range(k_steps):
+            if k > 0:
+                mark(log, SOFTMAX, step, ANY)
+            exponentials(p, s, l, origin, factor, k)
+            mark(log, PV, step, slot)
+            multiply_pv(acc, p, v_lane, k)
+
+    return marked if traced else unmarked
 
 
 def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
@@ -180,7 +234,7 @@ def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
     if vector < 16:  # addresses of narrow copies take registers
         return AttentionTiles(d, 64, 64 if d <= 128 and vector > 2 else 32)
     if d > 128:
-        return AttentionTiles(d, 64, 64, q_held=3 if d > 192 else 2)
+        return AttentionTiles(d, 64, 64, subtract=True, q_held=3 if d > 192 else 2)
     if number == 90:
         if d <= 64:
             return AttentionTiles(d, 128, 128, slots=2, q_held=2 if d == 32 else 0)

@@ -26,6 +26,10 @@ buffer of :mod:`flashnumba.machine.timeline.trace`::
         body(q, k, v, ..., log)                 #     body(q, k, v, ..., None)
         finish(log, trace)                      #
 
+The step and slot of a copy are those of the data that is copied: the slot it goes to, and the step that will use it. A
+wait for that step and slot, or for that step and ``ANY``, says that it is there; a product with the same step and slot,
+that it is used. From these three the lower half of the picture is drawn, and the overlap computed.
+
 A mark ends what the mark before it began, so spans of a warp cannot overlap. All lanes of the warp come to every mark,
 none under a condition that lanes answer differently. Lane 0 writes: one read of the multiprocessor's clock, and 8 bytes
 to device memory, for which it does not wait. A warp that has used up its room goes on counting; what is lost is told.
@@ -33,10 +37,10 @@ to device memory, for which it does not wait. A warp that has used up its room g
 A stage's ``TRACED`` names planners as its ``PLANS`` does, whose one launch has ``args=(*ARGUMENTS, "trace")``; these
 are the kernels that ``flashnumba timeline`` knows.
 
-Traced, a kernel keeps four registers more and executes five instructions a mark. Its times are therefore a little
-longer than those of the kernel as it is used, the more so the finer the marks. Loads, stores, copies and barriers keep
-their side of a mark. The compiler may move arithmetic across one, mma included; and a mark after an mma means that it
-has been issued, not that its result is there.
+Traced, a kernel keeps four registers more and executes five instructions a mark, and the compiler neither merges nor
+interleaves what lies on two sides of one: in the machine code for sm_90a every load, product and exponential is found
+between its marks. Its times are therefore longer than those of the kernel as it is used, the more so the finer the
+marks. An instruction counts where it is issued: a mark after an mma does not mean that its result is there.
 """
 
 from __future__ import annotations

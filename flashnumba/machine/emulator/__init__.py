@@ -6,6 +6,7 @@ from flashnumba.machine.emulator.faults import (
     Deadlock,
     DivergentBarrier,
     DivergentCollective,
+    EarlyAccess,
     Fault,
     LaunchLimit,
     MbarrierMisuse,
@@ -25,8 +26,8 @@ from flashnumba.machine.emulator.faults import (
 from flashnumba.machine.emulator.launch import Report, launch
 
 __all__ = [
-    "AccumulatorInFlight", "BarrierMismatch", "Deadlock", "DivergentBarrier", "DivergentCollective", "Fault",
-    "LaunchLimit", "MbarrierMisuse", "Misaligned", "MissingFence", "MissingProxyFence", "OutOfBounds",
+    "AccumulatorInFlight", "BarrierMismatch", "Deadlock", "DivergentBarrier", "DivergentCollective", "EarlyAccess",
+    "Fault", "LaunchLimit", "MbarrierMisuse", "Misaligned", "MissingFence", "MissingProxyFence", "OutOfBounds",
     "OverwriteInFlight", "Race", "ReadInFlight", "ReadOnly", "RegisterPool", "Report", "UnfinishedCopy",
     "UninitialisedRead", "UnsupportedInstruction", "launch",
 ]  # fmt: skip

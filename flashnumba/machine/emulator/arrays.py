@@ -279,6 +279,8 @@ class GlobalArray(_Strided):
         at = self.address + self.offset(i)
         self.memory.loaded += self.itemsize
         thread: Any = getcurrent()
+        if self.memory.early:
+            self.memory.check_waited(thread)
         if thread.last_read == at:
             thread.reread(at, self.name)
         else:
@@ -287,6 +289,8 @@ class GlobalArray(_Strided):
 
     def __setitem__(self, i: Any, value: Any) -> None:
         self.offset(i)
+        if self.memory.early:
+            self.memory.check_waited(getcurrent())
         if not self.data.flags.writeable:
             thread: Any = getcurrent()
             raise thread.fault(faults.ReadOnly, f"a store into {self.name}, which is read-only")

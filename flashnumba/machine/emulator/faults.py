@@ -183,6 +183,11 @@ class UnfinishedCopy(Fault):
     mend = "wait for every copy before the kernel returns"
 
 
+class EarlyAccess(Fault):
+    meaning = "an early kernel touches global memory while the kernel ahead of it may still write"
+    mend = "every thread calls grid_dependency_wait before its first access to global memory"
+
+
 class UnsupportedInstruction(Fault):
     meaning = "the architecture lacks the instruction"
     mend = "launch on an architecture that has the instruction, or write a path for the older one"

@@ -33,7 +33,8 @@ class Region:
 class GlobalMemory:
     """Address space of a launch; counts the bytes that kernels load and store."""
 
-    def __init__(self) -> None:
+    def __init__(self, early: bool = False) -> None:
+        self.early = early  # of a kernel that has to wait for the one ahead
         self.regions: list[Region] = []
         self.roots: dict[int, int] = {}
         self.next = 1 << 32  # no global address fits in 32 bits: one cut short by mistake is found
@@ -56,7 +57,15 @@ class GlobalMemory:
             self.regions.append(Region(name, array, base + byte_bounds(array)[0]))
         return base + array.__array_interface__["data"][0]
 
+    def check_waited(self, thread: Thread) -> None:
+        if not thread.waited:
+            raise thread.fault(
+                faults.EarlyAccess, "global memory is touched before the kernel ahead is known to have ended"
+            )
+
     def find(self, address: int, nbytes: int, thread: Thread, store: bool) -> Region:
+        if self.early:
+            self.check_waited(thread)
         readable = None
         for region in self.regions:
             if region.lo <= address and address + nbytes <= region.hi:

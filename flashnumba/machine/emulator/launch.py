@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from greenlet import GreenletExit, getcurrent
 
 from flashnumba.machine import numba as room
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import GlobalArray
+from flashnumba.machine.emulator.arrays import GlobalArray, LocalArray, SharedArray
 from flashnumba.machine.emulator.block import Block
 from flashnumba.machine.emulator.execution import bind
 from flashnumba.machine.emulator.global_memory import GlobalMemory
@@ -26,7 +26,7 @@ from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange
 from flashnumba.machine.instruction import Instruction, runs_on
 
-__all__ = ["SHARED_LIMIT", "Launch", "Report", "launch"]
+__all__ = ["SHARED_LIMIT", "Launch", "Names", "Report", "launch"]
 
 SHARED_LIMIT = {"75": 65536, "80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 """Bytes of shared memory a block may have, by compute capability (CUDA programming guide, table of technical
@@ -96,8 +96,24 @@ def _three(what: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:
     return x, y, z
 
 
+class Names(NamedTuple):
+    """What stands for the names in a kernel's source.
+
+    ``title`` tells one set from another; ``bind`` makes of an instruction and an architecture what a thread calls.
+    """
+
+    title: str
+    cuda: Any
+    math: Any
+    builtins: dict[str, Any]
+    bind: Callable[[Instruction, str], Callable[..., Any]]
+
+
 class Launch:
-    """One launch; see :func:`launch`."""
+    """One launch; see :func:`launch`. What watches a launch is a subclass with types and names of its own."""
+
+    block_type, local_type, shared_type, global_type = Block, LocalArray, SharedArray, GlobalArray
+    names = Names("", CUDA, MATH, BUILTINS, bind)
 
     def __init__(
         self,
@@ -116,8 +132,8 @@ class Launch:
         self.shared_limit = SHARED_LIMIT[arch.rstrip("a")]
         self._check_limits()
         self.shuffle: Callable[[list[Any]], None] | None = random.Random(seed).shuffle if seed else None
-        self.memory = GlobalMemory()
-        self.function = translated(kernel, arch)
+        self.memory = GlobalMemory(kernel.early)
+        self.function = translated(kernel, arch, self.names)
         self.args = self._place(args)
         self.ready: deque[Any] = deque()
         self.fresh: deque[Any] = deque()
@@ -156,7 +172,7 @@ class Launch:
         if isinstance(value, np.ndarray):
             if value.dtype.kind == "V" or value.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
                 value = value.view(np.uint16 if value.dtype.itemsize == 2 else np.uint8)
-            return GlobalArray(self.memory, value, self.memory.add(name, value), name)
+            return self.global_type(self.memory, value, self.memory.add(name, value), name)
         if isinstance(value, (bool, np.bool_)):
             return bool(value)
         if isinstance(value, (int, np.integer)):
@@ -186,10 +202,10 @@ class Launch:
         if self.shuffle is not None:
             self.shuffle(order)
         if self.kernel.concurrent:
-            self._run([Block(self, index) for index in order])
+            self._run([self.block_type(self, index) for index in order])
         else:
             for index in order:
-                self._run([Block(self, index)])
+                self._run([self.block_type(self, index)])
         self.hub = None
         return Report(self.memory.loaded, self.memory.stored, len(order), len(order) * math.prod(self.block))
 
@@ -218,31 +234,31 @@ class Launch:
                 block.__dict__.clear()
 
 
-def translated(kernel: Kernel, arch: str) -> Callable[..., Any]:
-    """The kernel's function with each name meaning what it means on the emulator; made once a kernel and
-    architecture."""
-    key = ("emulator", arch)
+def translated(kernel: Kernel, arch: str, names: Names) -> Callable[..., Any]:
+    """The kernel's function with each name meaning what it means on the emulator; made once a kernel, architecture
+    and set of names."""
+    key = ("emulator", arch, names.title)
     if key not in kernel.cache:
         memo: dict[int, Any] = {}
 
         def substitute(value: Any) -> Any:
             if value is room.cuda:
-                return CUDA
+                return names.cuda
             if value is math:
-                return MATH
+                return names.math
             if isinstance(value, room.types.Type):
                 return CASTS.get(value, value)
             if isinstance(value, (Instruction, DeviceFunction)):
                 key = id(value)
                 if key not in memo:
                     if isinstance(value, Instruction):
-                        memo[key] = bind(value, arch)
+                        memo[key] = names.bind(value, arch)
                     else:
                         # A function that calls itself finds this while its own copy is being made.
                         memo[key] = lambda *args: memo[key](*args)
-                        memo[key] = exchange(value.function, substitute, BUILTINS)
+                        memo[key] = exchange(value.function, substitute, names.builtins)
                 return memo[key]
             return value
 
-        kernel.cache[key] = exchange(kernel.function, substitute, BUILTINS)
+        kernel.cache[key] = exchange(kernel.function, substitute, names.builtins)
     return kernel.cache[key]

@@ -185,7 +185,7 @@ def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None
     data = block.shared.data
     if shape == (0,):
         at, count = block.dynamic_address, block.dynamic_bytes // dtype.itemsize
-        return SharedArray(
+        return thread.launch.shared_type(
             block.shared, data[at : at + count * dtype.itemsize].view(dtype), at, "dynamic shared memory"
         )
     align = alignment or dtype.itemsize
@@ -199,7 +199,8 @@ def _allocate(thread: Thread, shape: Any, dtype: np.dtype, alignment: int | None
             f"{static} bytes of static shared memory (at most {48 * 1024}) and {block.dynamic_bytes} of dynamic; "
             f"a block has at most {block.shared.size}",
         )
-    made = SharedArray(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at, _name_of(sys._getframe(2)))
+    name = _name_of(sys._getframe(2))
+    made = thread.launch.shared_type(block.shared, data[at : at + nbytes].view(dtype).reshape(shape), at, name)
     block.shared.arrays.append(made)
     return made
 
@@ -228,7 +229,7 @@ class _Local:
         store = stores.get(place)
         if store is None:
             store = stores[place] = LocalStore(min(128, thread.block.size - first), size, _dtype(dtype))
-        array = thread.locals[key] = LocalArray(thread, store, thread.tid - first)
+        array = thread.locals[key] = thread.launch.local_type(thread, store, thread.tid - first)
         return array
 
 

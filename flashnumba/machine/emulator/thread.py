@@ -48,6 +48,7 @@ class Thread(greenlet):
         self.thread_idx = index
         self.clock, self.time, self.epoch = clock, 1, tid << SHIFT | 1
         self.waiting: Any = None
+        self.waited = False  # for the kernel ahead of an early one
         self.op: Any = None  # the last collective it posted and has not seen executed
         self.locals: dict[Any, Any] = {}
         self.register_fences = 1  # counts wgmma_fence()

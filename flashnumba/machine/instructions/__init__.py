@@ -5,6 +5,7 @@
 from flashnumba.machine.instructions.barrier import *
 from flashnumba.machine.instructions.convert import *
 from flashnumba.machine.instructions.cp_async import *
+from flashnumba.machine.instructions.dependency import *
 from flashnumba.machine.instructions.ldmatrix import *
 from flashnumba.machine.instructions.mbarrier import *
 from flashnumba.machine.instructions.memory import *

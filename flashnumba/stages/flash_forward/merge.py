@@ -18,14 +18,15 @@ from flashnumba.machine.instructions import (
     ld_global_v4_f32,
 )
 from flashnumba.machine.numba import cuda, float16, float32, int64, uint64
-from flashnumba.tiles.attention import log_sum, share_of
+from flashnumba.tiles.attention import factor_of, log_sum, share_of
+from flashnumba.tiles.dependency import can_start_early, make_wait
 from flashnumba.tiles.online import NOTHING
 
 __all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge", "warps_for"]
 
-MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse")
+MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse", "scale")
 AT_ONCE, MOST_WARPS = 8, 8
-MERGE_FAULTS = ("barrier", "weight")
+MERGE_FAULTS = ("barrier", "weight", "wait")
 """What can be planted."""
 
 
@@ -42,6 +43,7 @@ def make_merge(
 
     Args:
         d: columns there are at most, a multiple of 32.
+        arch: from "90" on it starts while the parts are still being computed, and waits.
         wide: the number of columns is a multiple of four.
         broken: plants one of :data:`MERGE_FAULTS`.
     """
@@ -50,14 +52,15 @@ def make_merge(
     per_lane = groups * width
     held, partial, states, columns_each = AT_ONCE * per_lane, (warps, d), (warps, 2), -(-d // threads)
     no_barrier, unweighted = broken == "barrier", broken == "weight"
+    wait = make_wait(arch, broken != "wait")
     is_half = element == "float16"
 
     @device
-    def weight(m, top):
-        """2^(m - top); nothing for an empty part."""
+    def weight(m, top, factor):
+        """2^((m - top) factor); nothing for an empty part."""
         if unweighted:
             return float32(1)
-        return ex2_approx(m - (float32(0) if top == float32(NOTHING) else top))
+        return ex2_approx((m - (float32(0) if top == float32(NOTHING) else top)) * factor)
 
     @device
     def load(loaded, at, address):
@@ -66,10 +69,11 @@ def make_merge(
         else:
             loaded[at] = ld_global_f32(address)
 
-    @kernel(threads=threads, arch=arch, name="flash_forward.merge")
-    def merge(acc_parts, m_parts, l_parts, o, lse):
+    @kernel(threads=threads, arch=arch, early=can_start_early(arch), name="flash_forward.merge")
+    def merge(acc_parts, m_parts, l_parts, o, lse, scale):
         sums = cuda.shared.array(partial, float32)
         state = cuda.shared.array(states, float32)
+        factor = factor_of(scale)
         lane = int64(cuda.threadIdx.x & 31)
         warp = int64(cuda.threadIdx.x >> 5)
         splits, heads, rows, columns = m_parts.shape[0], m_parts.shape[2], m_parts.shape[3], acc_parts.shape[4]
@@ -85,6 +89,7 @@ def make_merge(
         m = cuda.local.array(AT_ONCE, float32)
         l = cuda.local.array(AT_ONCE, float32)
         top, total = float32(NOTHING), float32(0)
+        wait()
         for i in range(per_lane):
             acc[i] = float32(0)
         for s in range(warp, splits, warps * AT_ONCE):
@@ -102,12 +107,12 @@ def make_merge(
             before = top
             for a in range(AT_ONCE):
                 top = max(top, m[a])
-            kept = weight(before, top)
+            kept = weight(before, top, factor)
             total *= kept
             for i in range(per_lane):
                 acc[i] *= kept
             for a in range(AT_ONCE):
-                share = weight(m[a], top)
+                share = weight(m[a], top, factor)
                 total += share * l[a]
                 for i in range(per_lane):
                     acc[i] += share * loaded[a * per_lane + i]
@@ -125,19 +130,19 @@ def make_merge(
         for w in range(warps):
             top = max(top, state[w, 0])
         for w in range(warps):
-            total += weight(state[w, 0], top) * state[w, 1]
+            total += weight(state[w, 0], top, factor) * state[w, 1]
         share = share_of(total)
         for i in range(columns_each):
             column = int64(cuda.threadIdx.x) + i * threads
             if column < columns:
                 x = float32(0)
                 for w in range(warps):
-                    x += weight(state[w, 0], top) * sums[w, column]
+                    x += weight(state[w, 0], top, factor) * sums[w, column]
                 if is_half:
                     o[batch, head, row, column] = float16(x * share)
                 else:
                     o[batch, head, row, column] = f32_to_bf16(x * share)
         if cuda.threadIdx.x == 0:
-            lse[batch, head, row] = log_sum(top, total)
+            lse[batch, head, row] = log_sum(top, total, factor)
 
     return merge

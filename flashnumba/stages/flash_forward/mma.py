@@ -13,57 +13,76 @@ Source: Dao, FlashAttention-2, arXiv 2307.08691.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.numba import cuda, int64, uint32
+from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.numba import cuda, int64, uint32, uint64
 from flashnumba.stages.flash_forward import split
-from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
+from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, make_attend, tier, tiles_for
+from flashnumba.tiles.marks import LOG, make_marks
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["PLANS", "compile_cases", "make_mma", "plan_mma"]
+__all__ = ["PLANS", "TRACED", "compile_cases", "make_mma", "plan_mma"]
 
 
 @cache
 def make_mma(
-    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, broken: str = ""
-) -> Kernel:
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, traced: bool = False,
+    broken: str = "",
+) -> Kernel:  # fmt: skip
     """The kernel for float16 or bfloat16; arguments as :func:`flashnumba.tiles.forward.make_attend`."""
     bm = tiles.bm
-    attend = make_attend(tiles, element, vector, arch, even=even, broken=broken)
+    attend = make_attend(tiles, element, vector, arch, even=even, traced=traced, broken=broken)
+    start, _, finish = make_marks(traced)
 
-    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.mma")
-    def mma(q, k, v, o, lse, scale, causal):
-        # The tiles of a head follow one another, a causal one's longest first.
+    @device
+    def place(q, causal):
+        """(head of all batches, tile of rows): the tiles of a head follow one another, a causal one's longest first."""
         blocks = (q.shape[2] + (bm - 1)) // bm
         head = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
         block = int64(uint32(cuda.blockIdx.x) % uint32(blocks))
         if causal != 0:
             block = blocks - 1 - block
+        return head, block
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.mma")
+    def mma(q, k, v, o, lse, scale, causal):
+        head, block = place(q, causal)
         attend(q, k, v, o, lse, scale, causal, head // q.shape[1], head % q.shape[1], block)
 
-    return mma
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.mma traced")
+    def mma_traced(q, k, v, o, lse, scale, causal, trace):
+        log = cuda.local.array(LOG, uint64)
+        start(log, trace)
+        head, block = place(q, causal)
+        attend(q, k, v, o, lse, scale, causal, head // q.shape[1], head % q.shape[1], block, log)
+        finish(log, trace)
+
+    return mma_traced if traced else mma
 
 
-def plan_mma(shape: Shape) -> Plan:
-    """One block for each tile of rows of each head.
+def plan_mma(shape: Shape, *, traced: bool = False) -> Plan:
+    """One block for each tile of rows of each head; ``traced``: with marks, written into an argument ``trace``.
 
     Raises:
         ValueError: float32, or bfloat16 below sm_80.
     """
     check_element(shape.element, shape.arch)
     tiles = tiles_for(shape.d, shape.arch, shape.vector)
-    kernel = make_mma(tiles, shape.element, shape.vector, tier(shape.arch), even=shape.d == tiles.d)
+    kernel = make_mma(tiles, shape.element, shape.vector, tier(shape.arch), even=shape.d == tiles.d, traced=traced)
     blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
-    return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared),))
+    args = (*ARGUMENTS, "trace") if traced else ARGUMENTS
+    return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared, args),))
 
 
 PLANS: dict[str, Planner] = {"mma": plan_mma, "split": split.plan_split}
+TRACED: dict[str, Planner] = {"mma": partial(plan_mma, traced=True)}
+"""Kernels that ``flashnumba timeline`` can run."""
 
 
 def compile_cases() -> Iterator[CompileCase]:

@@ -42,8 +42,6 @@ from numpy.typing import DTypeLike
 __all__ = ["State", "attend", "blocked", "dense", "empty", "low_precision", "merge", "normalise", "online", "split",
            "visible"]  # fmt: skip
 
-LOG2_E = 1.4426950408889634
-
 State = tuple[np.ndarray, np.ndarray, np.ndarray]
 """``(m, l, acc)``: ``[..., M]`` the maximum, ``[..., M]`` the sum and ``[..., M, D]`` the weighted sum of values."""
 
@@ -113,9 +111,7 @@ def low_precision(
 
     Its distance from the float64 result is the error that the mathematics excuses, see :mod:`flashnumba.compare`. So
     sums run in their order, as in a kernel, not in NumPy's pairs or BLAS's lanes, whose results are more exact:
-    float32 one after the other, 16-bit elements by the sixteens of a tensor core. And the weights of 16-bit elements
-    are powers of two with one fused multiply-add: ``2^(s * factor - m)``, where m, the maximum of ``s * factor``, is
-    rounded to float32. What that changes is the same for a whole row and cancels, but for the rounding of P.
+    float32 one after the other, 16-bit elements by the sixteens of a tensor core.
 
     Returns:
         o ``[..., H, M, D]`` of q's dtype and lse ``[..., H, M]`` float32.
@@ -125,20 +121,12 @@ def low_precision(
     k, v = (_of_query_heads(x, q).astype(np.float32) for x in (k, v))  # [..., H, N, D], [..., H, N, D]
     with np.errstate(invalid="ignore", over="ignore"):  # as in attend; and O near 65504 may round to float16's inf
         s = in_order(q.astype(np.float32), k.swapaxes(-1, -2), at_once)  # [..., H, M, N]
-        if q.dtype == np.float32:
-            s = masked(s, scale, mask, q.shape[-1])  # [..., H, M, N]
-            m = s.max(-1, initial=-np.inf)  # [..., H, M]
-            p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
-        else:
-            factor = np.float32((1 / sqrt(q.shape[-1]) if scale is None else scale) * LOG2_E)
-            s = masked(s.astype(np.float64), float(factor), mask, q.shape[-1])  # [..., H, M, N]  products are exact
-            m = s.max(-1, initial=-np.inf).astype(np.float32)  # [..., H, M]  in powers of two
-            p = np.exp2((s - _anchor(m)[..., None]).astype(np.float32))  # [..., H, M, N]
+        s = masked(s, scale, mask, q.shape[-1])  # [..., H, M, N]
+        m = s.max(-1, initial=-np.inf)  # [..., H, M]
+        p = np.exp(s - _anchor(m)[..., None])  # [..., H, M, N]
         l = np.add.accumulate(p, -1)[..., -1] if n else np.zeros_like(m)  # [..., H, M]
         acc = in_order(p.astype(q.dtype).astype(np.float32), v, at_once)  # [..., H, M, D]
         o, lse = normalise((m, l, acc))  # [..., H, M, D], [..., H, M]
-        if q.dtype != np.float32:
-            lse = ((m + np.log2(np.where(l == 0, 1, l))) / np.float32(LOG2_E)).astype(np.float32)  # [..., H, M]
         return o.astype(q.dtype), lse  # [..., H, M, D], [..., H, M]
 
 

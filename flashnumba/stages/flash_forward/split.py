@@ -2,10 +2,10 @@
 
 With one query a head the kernel ``mma`` would start one block a head, each walking over all keys alone, while most of
 the GPU idles. Here a head's keys are cut into ``splits`` parts; each block attends to its own and leaves its state
-(m, l, acc) in float32, and a second kernel merges them, with m in base-2 units::
+(m, l, acc) in float32, and a second kernel merges them; m is the maximum of S unscaled, f = abs(scale) log2 e::
 
-    M = max_s m_s        O = sum_s 2^(m_s - M) acc_s / sum_s 2^(m_s - M) l_s
-    LSE = (M + log2 sum_s 2^(m_s - M) l_s) ln 2
+    M = max_s m_s        O = sum_s 2^((m_s - M) f) acc_s / sum_s 2^((m_s - M) f) l_s
+    LSE = (M f + log2 sum_s 2^((m_s - M) f) l_s) ln 2
 
 Flash decoding merges (O_s, LSE_s), which is one number a row less; but a float32 LSE of 1e5 has lost what tells parts
 apart, and m has not. A part in which a row sees nothing has m = -inf and weight 0. The order of the sums is fixed, so
@@ -36,6 +36,7 @@ from flashnumba.stages.flash_forward.merge import MERGE_ARGS, make_merge, warps_
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.dependency import can_start_early, make_trigger
 from flashnumba.tiles.rows import make_hide
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def make_split(
     row_total = steps.total
     copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even, packed=True)
     copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even)
-    d_groups = d // 8
+    d_groups, trigger = d // 8, make_trigger(arch)
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_free_barrier = broken == "barrier", broken == "free_barrier"
     next_row, head_shift, shift = int(broken != "causal"), int(broken == "head"), int(broken == "range")
@@ -85,6 +86,7 @@ def make_split(
 
     @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.split")
     def split(q, k, v, acc_parts, m_parts, l_parts, scale, causal):
+        trigger()
         smem = cuda.shared.array(0, uint8)
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
@@ -212,8 +214,9 @@ def plan_split(shape: Shape) -> Plan:
     tiles = tiles_for(shape.d, rows)
     units = -(-rows // tiles.bm) * shape.kv_heads * shape.batch
     splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors)
-    kernel = make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d)
-    merge = make_merge(tiles.d, shape.element, warps_for(splits), wide=shape.d % 4 == 0)
+    arch = "90" if can_start_early(shape.arch) else "80"
+    kernel = make_split(tiles, shape.element, shape.vector, arch, even=shape.d == tiles.d)
+    merge = make_merge(tiles.d, shape.element, warps_for(splits), arch, wide=shape.d % 4 == 0)
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
         (
@@ -228,13 +231,14 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
-    chosen_for = ("80", "86", "90a", "120a")
     for element, d, m in (("float16", 64, 1), ("float16", 128, 1), ("bfloat16", 128, 1), ("float16", 256, 1),
                           ("float16", 128, 8)):  # fmt: skip
-        for launch in plan_split(Shape(element, 1, 64, 8, m, 8192, d)).launches:
-            if launch.args == MERGE_ARGS and m > 1:
-                continue
-            rows = "" if launch.args == MERGE_ARGS else f" {8 * m} rows"
-            title = f"{launch.kernel.__name__} {element} d {d}{rows}"
-            wanted = signature(element, launch.args)
-            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)
+        for chosen_for in (("90a", "120a"), ("80", "86")):
+            for launch in plan_split(Shape(element, 1, 64, 8, m, 8192, d, arch=chosen_for[0])).launches:
+                if launch.args == MERGE_ARGS and m > 1:
+                    continue
+                rows = "" if launch.args == MERGE_ARGS else f" {8 * m} rows"
+                yield CompileCase(
+                    f"{launch.kernel.__name__} {element} d {d}{rows}, for sm_{chosen_for[0]}", launch.kernel,
+                    signature(element, launch.args), launch.threads, launch.shared, chosen_for=chosen_for,
+                )  # fmt: skip

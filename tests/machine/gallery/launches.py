@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from flashnumba.machine.emulator import LaunchLimit, UnsupportedInstruction
+from flashnumba.machine.emulator import EarlyAccess, LaunchLimit, UnsupportedInstruction
 from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.instructions import cp_async_4, cp_async_commit, cp_async_wait, global_address, shared_address
+from flashnumba.machine.instructions import (
+    cp_async_4,
+    cp_async_commit,
+    cp_async_wait,
+    global_address,
+    grid_dependency_wait,
+    shared_address,
+)
 from flashnumba.machine.numba import cuda, float32, uint32, uint64
 from tests.machine.gallery.entry import Entry, vector
 from tests.machine.gallery.tensor import ENTRIES as TENSOR
@@ -41,6 +48,17 @@ def plain(broken: bool) -> Kernel:
     return plain
 
 
+def early(broken: bool) -> Kernel:
+    @kernel(threads=32, arch="90", early=True)
+    def early(x, out):
+        t = cuda.threadIdx.x
+        if not broken:
+            grid_dependency_wait()
+        out[t] = x[t]
+
+    return early
+
+
 def static(broken: bool) -> Kernel:
     size = 12289 if broken else 12288
 
@@ -55,6 +73,8 @@ def static(broken: bool) -> Kernel:
 
 
 ENTRIES = (
+    Entry("early_access", EarlyAccess, "an early kernel that does not wait for the one ahead", early,
+          vector(32, lambda x: x), "out[t] = x[t]"),
     Entry("unsupported_cp_async", UnsupportedInstruction, "cp.async on sm_75", copied, vector(32, lambda x: x),
           "cp_async_4(", arch="80", broken_launch={"arch": "75"}),
     Entry("unsupported_wgmma", UnsupportedInstruction, "a wgmma kernel on sm_80", wgmma_for_any, TENSOR[0].inputs,

@@ -27,13 +27,21 @@ from tests.stages.flash_forward.attention_cases import (
 SMALL = AttentionTiles(32, 16, 16, warps=1, slots=2)
 
 
-def with_splits(splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = "", warps: int = 0):
+def with_splits(
+    splits: int, tiles: AttentionTiles = SMALL, broken: str = "", merge_broken: str = "", warps: int = 0,
+    early: bool = False,
+):  # fmt: skip
     """A planner for given tiles and number of parts, merged by so many warps if not by those that are planned."""
 
     def plan(shape: Shape) -> Plan:
         kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
         merge = make_merge(
-            tiles.d, shape.element, warps or warps_for(splits), wide=shape.d % 4 == 0, broken=merge_broken
+            tiles.d,
+            shape.element,
+            warps or warps_for(splits),
+            "90" if early else "80",
+            wide=shape.d % 4 == 0,
+            broken=merge_broken,
         )
         units = -(-shape.m * shape.group // tiles.bm) * shape.kv_heads * shape.batch
         sizes = (splits, shape.batch, shape.heads, shape.m)
@@ -145,8 +153,9 @@ def test_planted_faults_of_a_part(fault):
 @pytest.mark.parametrize("fault", MERGE_FAULTS)
 def test_planted_faults_of_the_merge(fault):
     case = normal(1, 330, 32, np.float16, scale=1.0)
-    found = caught(lambda seed: run(with_splits(20, merge_broken=fault), case, seed=seed), case)
-    assert set(found) <= {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}}[fault], found
+    found = caught(lambda seed: run(with_splits(20, merge_broken=fault, early=True), case, seed=seed), case)
+    expected = {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}, "wait": {"EarlyAccess"}}
+    assert set(found) <= expected[fault], found
 
 
 def test_every_fault_that_can_be_planted_is_tested():
