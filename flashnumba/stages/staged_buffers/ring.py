@@ -158,14 +158,14 @@ def make_staged(
         end()
 
     @device
-    def v_step(i, acc, p, s, l, origin, factor, ring, lane_at, step, sources, here, more, left, log):
+    def v_step(i, acc, p, s, l, bias, factor, ring, lane_at, step, sources, here, more, left, log):
         slot = slot_of[parts + i]
         begin(copy_of[parts + i], ring[into_of[parts + i]], step + parts + i, sources, here, more, left, log)
         mark(log, PV, step + parts + i, slot)
         for n in range(per_slice):
             multiply_pv(acc, p, ring[slot] + lane_at, i * per_slice + n, n)
             if i * per_slice + n + 1 < sixteens:
-                exponentials(p, s, l, origin, factor, i * per_slice + n + 1)  # beside the product
+                exponentials(p, s, l, bias, factor, i * per_slice + n + 1)  # beside the product
         end()
 
     @device
@@ -205,7 +205,7 @@ def make_staged(
         acc = cuda.local.array(o_regs, float32)
         m = cuda.local.array(rows_held, float32)
         l = cuda.local.array(rows_held, float32)
-        origin = cuda.local.array(rows_held, float32)
+        bias = cuda.local.array(rows_held, float32)
         clear(acc, m, l)
 
         ring = cuda.local.array(stages, uint32)
@@ -240,13 +240,13 @@ def make_staged(
                 flatten(s)
             if (j + 1) * bn > whole:
                 hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
-            raise_maximum(s, acc, m, l, origin, factor)
-            exponentials(p, s, l, origin, factor, 0)
-            v_step(0, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
+            raise_maximum(s, acc, m, l, bias, factor)
+            exponentials(p, s, l, bias, factor, 0)
+            v_step(0, acc, p, s, l, bias, factor, ring, v_lane, step, sources, here, more, left, log)
             if parts > 1:
-                v_step(1, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
-                v_step(2, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
-                v_step(3, acc, p, s, l, origin, factor, ring, v_lane, step, sources, here, more, left, log)
+                v_step(1, acc, p, s, l, bias, factor, ring, v_lane, step, sources, here, more, left, log)
+                v_step(2, acc, p, s, l, bias, factor, ring, v_lane, step, sources, here, more, left, log)
+                v_step(3, acc, p, s, l, bias, factor, ring, v_lane, step, sources, here, more, left, log)
             k_at += bn * k.strides[2]
             v_at += bn * v.strides[2]
             if turn:
@@ -262,7 +262,7 @@ def make_staged(
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
             if (lane & 3) == 0 and row < m_rows:
-                lse[batch, head, row] = log_sum(m[r], total)
+                lse[batch, head, row] = log_sum(m[r], total, factor)
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, base, warp_row, lane, m_left, columns)
 

@@ -50,7 +50,7 @@ class StagedTiles:
         d: head dimension that is computed, a multiple of 64; the user's may be smaller.
         bm, bn: rows of Q a block, keys a tile; a slice of Q must fit a slot, so bm is at most bn.
         warps: a block; each owns ``bm / warps`` rows, a multiple of 16.
-        lazy: as :attr:`flashnumba.tiles.attention.AttentionTiles.lazy`.
+        lazy, subtract: as in :class:`flashnumba.tiles.attention.AttentionTiles`.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
 
     Raises:
@@ -62,6 +62,7 @@ class StagedTiles:
     bn: int = 64
     warps: int = 4
     lazy: bool = True
+    subtract: bool = False
     min_blocks: int = 0
 
     def __post_init__(self) -> None:
@@ -97,7 +98,7 @@ class StagedTiles:
     @property
     def attention(self) -> AttentionTiles:
         """The same for the steps that know nothing of slices."""
-        return AttentionTiles(self.d, self.bm, self.bn, self.warps, lazy=self.lazy)
+        return AttentionTiles(self.d, self.bm, self.bn, self.warps, lazy=self.lazy, subtract=self.subtract)
 
     def slot(self, cut: str) -> int:
         """Bytes of a slot."""
