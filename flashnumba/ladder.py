@@ -23,6 +23,7 @@ NAMES = (
     "online_softmax",
     "gemm",
     "flash_forward",
+    "staged_buffers",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

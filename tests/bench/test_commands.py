@@ -7,23 +7,33 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashnumba.bench import attention, decode, gemm, softmax
+from flashnumba.bench import attention, decode, gemm, softmax, staged
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
 from flashnumba.commands import bench
 from tests.bench.fakes import ENVIRONMENT
 
-MODULES = {"softmax": softmax, "gemm": gemm, "attention": attention, "decode": decode}
+MODULES = {"softmax": softmax, "gemm": gemm, "attention": attention, "staged": staged, "decode": decode}
 FIGURES = {
     "softmax": {"bytes_per_second": 4.1e12, "of_copy": 0.97, "of_torch": 1.5},
     "gemm": {"flops_per_second": 7.1e14, "of_cublas": 0.951},
     "attention": {"flops_per_second": 3.3e14, "of_fa2": 1.02, "of_cudnn": None},
+    "staged": {
+        "flops_per_second": 2.9e14,
+        "of_fa2": 0.9,
+        "of_base": 1.01,
+        "shared": 16512,
+        "registers": 168,
+        "predicted_blocks": 3,
+        "blocks": 3,
+    },
     "decode": {"bytes_per_second": 3.9e12, "of_copy": 0.92, "of_equal_copy": 0.98, "of_fa2": 1.1, "of_cudnn": 1.3},
 }
 FEW = {
     "softmax": ["--cols", "128,256", "--elements", "float16"],
     "gemm": ["--sizes", "64,128x32x16", "--elements", "float16"],
     "attention": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no", "--no-simt"],
+    "staged": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "decode": ["--batches", "1,2", "--lengths", "64"],
 }
 PARAMS = pytest.mark.parametrize("name", MODULES)
@@ -104,6 +114,9 @@ def test_columns_of_attention_and_decode(run):
     assert "float16, B 16, H 32, N 1024, D 64" in lines
     ours = next(line for line in lines if line.startswith("  ours"))
     assert ours.split()[:5] == ["ours", "2.000", "330.0", "1.020", "-"]
+    lines = run("staged", *FEW["staged"]).output.splitlines()
+    ours = next(line for line in lines if line.startswith("  ours"))
+    assert ours.split()[:9] == ["ours", "2.000", "290.0", "16.1", "168", "3", "3", "1.010", "0.900"]
     lines = run("decode", *FEW["decode"]).output.splitlines()
     assert "float16, B 2, H 64, Hkv 8, M 1, N 64, D 128, 0.5243 MB" in lines
     ours = next(line for line in lines if line.startswith("  ours"))

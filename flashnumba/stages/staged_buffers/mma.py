@@ -19,7 +19,8 @@ Source: see :mod:`flashnumba.stages.staged_buffers.reference`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from flashnumba.machine.occupancy import machine_of
 from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
@@ -31,7 +32,17 @@ from flashnumba.tiles.forward import check_element, tier
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["FAULTS", "KERNELS", "PLANS", "TRACED", "compile_cases", "make_staged", "plan_staged", "tiles_for"]
+__all__ = [
+    "FAULTS",
+    "KERNELS",
+    "PLANS",
+    "TRACED",
+    "compile_cases",
+    "make_staged",
+    "plan_staged",
+    "tiles_for",
+    "variants",
+]
 
 KERNELS = {f"{cut}_{stages}": (stages, cut) for cut in reference.CUTS for stages in reference.STAGES}
 """Slots, and what one holds, of each kernel."""
@@ -49,14 +60,16 @@ def tiles_for(d: int, arch: str, vector: int = 16) -> StagedTiles:
     return StagedTiles(d, min_blocks=blocks.get(d, 0))
 
 
-def plan_staged(shape: Shape, stages: int, cut: str, traced: bool = False) -> Plan:
-    """One block for each tile of rows of each head.
+def plan_staged(
+    shape: Shape, stages: int, cut: str, traced: bool = False, tiles: StagedTiles | None = None
+) -> Plan:  # fmt: skip
+    """One block for each tile of rows of each head, by default of :func:`tiles_for`.
 
     Raises:
         ValueError: float32, bfloat16 below sm_80, or slots that no multiprocessor of this architecture has room for.
     """
     check_element(shape.element, shape.arch)
-    tiles = tiles_for(shape.d, shape.arch, shape.vector)
+    tiles = tiles or tiles_for(shape.d, shape.arch, shape.vector)
     shared, most = tiles.shared(stages, cut), machine_of(shape.arch).block_shared
     if shared > most:
         raise ValueError(
@@ -79,6 +92,24 @@ def _planner(stages: int, cut: str, traced: bool = False) -> Planner:
 PLANS: dict[str, Planner] = {name: _planner(*of) for name, of in KERNELS.items()}
 TRACED: dict[str, Planner] = {name: _planner(*of, traced=True) for name, of in KERNELS.items()}
 """The same with marks, for ``flashnumba timeline``."""
+
+
+def variants(shape: Shape) -> dict[str, Plan]:
+    """Four quarters and two whole tiles in other sizes, by name: what :func:`tiles_for` was chosen from."""
+    usual = tiles_for(shape.d, shape.arch, shape.vector)
+    changes: dict[str, dict[str, Any]] = {
+        "always subtract": {"subtract": True},
+        "always rescale": {"lazy": False},
+        **{f"{blocks} blocks": {"min_blocks": blocks} for blocks in (2, 3, 4, 5)},
+    }
+    if usual.d == 64:
+        changes |= {f"32 rows a warp, {n} blocks": {"warps": 2, "min_blocks": n} for n in (4, 5, 6)}
+    return {
+        f"{name}, {words}": plan_staged(shape, *KERNELS[name], tiles=replace(usual, **change))
+        for words, change in changes.items()
+        if replace(usual, **change) != usual
+        for name in ("tile_2", "quarter_4")
+    }
 
 
 def compile_cases() -> Iterator[CompileCase]:

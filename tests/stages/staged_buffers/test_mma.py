@@ -168,6 +168,15 @@ def test_repeatable_to_the_bit(machine):
             np.testing.assert_array_equal(a, b)
 
 
+def test_other_sizes():
+    for d in (64, 128, 256):
+        found = mma.variants(Shape("float16", 1, 1, 1, 64, 64, d))
+        assert len(found) >= 10 and all(isinstance(plan, Plan) for plan in found.values())
+        kernels = [plan.launches[0].kernel for plan in found.values()]
+        assert len(set(map(id, kernels))) == len(kernels), "no two are the same"
+    assert mma.variants(Shape("float16", 1, 1, 1, 64, 64, 64))["tile_2, 32 rows a warp, 5 blocks"]
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("sizes", "words"),
