@@ -39,12 +39,14 @@ from flashnumba.ladder import find, measure
 from flashnumba.machine.emulator import Fault, launch
 from flashnumba.machine.function import named_values
 from flashnumba.machine.occupancy import MACHINES, NOTES, budget, draw_budget, machine_of
+from flashnumba.machine.timeline.picture import draw as draw_timeline
 from flashnumba.stages.figures import BLUE, GREEN, ORANGE, RED
 from flashnumba.stages.flash_forward.reference import dense, low_precision
 from flashnumba.stages.staged_buffers import budget as formulas
 from flashnumba.stages.staged_buffers import panels, reference
-from flashnumba.stages.staged_buffers.mma import KERNELS, make_staged, tiles_for
+from flashnumba.stages.staged_buffers.mma import KERNELS, TRACED, make_staged, tiles_for
 from flashnumba.stages.staged_buffers.slices import StagedTiles, make_slice_steps
+from flashnumba.stages.traced import record
 from flashnumba.tiles.swizzle import place_of
 
 lesson.style()
@@ -247,7 +249,7 @@ for ax, swizzled in zip(axes, (False, True), strict=True):
     ax.set_xticks(range(8), [f"{4 * i}-{4 * i + 3}" for i in range(8)], fontsize=8)
     groups = offset[:, 0] // 16 % 8
     ax.set_title(
-        f"{'exchanged' if swizzled else 'in order'}: chunk 0 of eight rows takes {np.bincount(groups).max()} cycles"
+        f"{'exchanged' if swizzled else 'in order'}: chunk 0 of eight rows {np.bincount(groups).max()} at a time in a bank"
     )
 plt.show()
 
@@ -322,16 +324,31 @@ for ax, cut in zip(axes, reference.CUTS, strict=True):
 plt.show()
 
 # %% [markdown]
-# With one slot every copy is waited for in full. Two whole tiles hide a latency of one product of a whole tile, 1 unit;
-# four quarters hide three quarters of that, 0.75, with **half the memory**; what is left over other blocks must hide.
-# And there are more of them if blocks are smaller. The latency of memory is some hundreds of cycles; a product of 64
-# keys, while three blocks take turns at the tensor cores, takes longer.
+# With one slot every copy is waited for in full. Two whole tiles hide a latency of 0.4: the copy of a tile begins with
+# a product of 1 unit and passes in 0.6. Four quarters hide 0.6, as three steps take 0.75 and a quarter passes in 0.15:
+# more, with **half the memory**. Beyond that they pay dearly, as each of eight steps waits; what is left, other blocks
+# must hide. The latency of memory is some hundreds of cycles; a product of 64 keys, while three blocks take turns at
+# the tensor cores, takes longer.
 #
 # ### The same, seen
 #
-# `flashnumba timeline` shows when each warp copies, waits and computes, on the emulator by a cost model, and on a GPU
-# by its clock. The kernels of this stage leave marks for it; without being asked, they leave none.
-#
+# The kernels of this stage can leave marks, from which `flashnumba timeline` draws who copies, waits and computes when:
+# on a GPU by its clock, on the emulator by a stated cost model. Without being asked they leave none. Here two whole
+# tiles and four quarters walk along four tiles of keys.
+
+
+# %%
+def traced(name: str):
+    some = (part[None, None] for part in (q[:64], k[:256], v[:256]))
+    return record(f"staged_buffers.{name}", TRACED[name], *some, machine=machine)
+
+
+draw_timeline([traced("tile_2")])
+
+# %%
+draw_timeline([traced("quarter_4")])
+
+# %% [markdown]
 # ### Registers and shared memory
 #
 # What the compiler gave these kernels, and how many blocks an H200 holds:
