@@ -24,6 +24,7 @@ NAMES = (
     "gemm",
     "flash_forward",
     "chained_gemm",
+    "causal_balance",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

@@ -22,7 +22,7 @@ from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "chain", "decode")
+BENCHES = ("softmax", "gemm", "attention", "chain", "balance", "decode")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources",)
 """Files of ``docs/results`` that are no measurements on a device."""

@@ -7,26 +7,32 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashnumba.bench import attention, chain, decode, gemm, softmax
+from flashnumba.bench import attention, balance, chain, decode, gemm, softmax
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
 from flashnumba.commands import bench
 from tests.bench.fakes import ENVIRONMENT
 
-MODULES = {"softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "decode": decode}
+MODULES = {
+    "softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "balance": balance, "decode": decode,
+}  # fmt: skip
 FIGURES = {
     "softmax": {"bytes_per_second": 4.1e12, "of_copy": 0.97, "of_torch": 1.5},
     "gemm": {"flops_per_second": 7.1e14, "of_cublas": 0.951},
     "attention": {"flops_per_second": 3.3e14, "of_fa2": 1.02, "of_cudnn": None},
     "chain": {"flops_per_second": 3.3e14, "of_shared": 1.18, "of_fa2": None},
     "decode": {"bytes_per_second": 3.9e12, "of_copy": 0.92, "of_equal_copy": 0.98, "of_fa2": 1.1, "of_cudnn": 1.3},
-}
+    "balance": {
+        "flops_per_second": 3e14, "predicted": 2.1e-3, "predicted_of_plain": 1.25, "of_plain": 1.2, "of_fa2": 1.1,
+    },
+}  # fmt: skip
 FEW = {
     "softmax": ["--cols", "128,256", "--elements", "float16"],
     "gemm": ["--sizes", "64,128x32x16", "--elements", "float16"],
     "attention": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no", "--no-simt"],
     "chain": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "decode": ["--batches", "1,2", "--lengths", "64"],
+    "balance": ["--dims", "64", "--lengths", "1024", "--few", "8"],
 }
 PARAMS = pytest.mark.parametrize("name", MODULES)
 
@@ -120,6 +126,13 @@ def test_columns_of_attention_and_decode(run):
     assert ours.split()[:7] == ["ours", "2000.0", "3.90", "0.920", "0.980", "1.100", "1.300"]
     assert any(line.split()[-2:] == ["flashnumba.attention", "12.3"] for line in lines)
     assert any(line.split()[-3:] == ["flashnumba.attention", "-", "no"] for line in lines)
+
+
+def test_columns_of_balance(run):
+    lines = run("balance", *FEW["balance"]).output.splitlines()
+    assert "float16, B 1, H 8, N 1024, D 64, causal" in lines and "float16, B 16, H 32, N 1024, D 64, causal" in lines
+    ours = next(line for line in lines if line.startswith("  ours"))
+    assert ours.split()[:8] == ["ours", "2.000", "2.100", "1.20", "1.25", "300.0", "1.100", "-"]
 
 
 @PARAMS

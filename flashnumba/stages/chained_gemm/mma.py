@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.numba import cuda, int64, uint32
+from flashnumba.machine.function import Kernel
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.chain import DETOUR, WAYS, shared_of
-from flashnumba.tiles.forward import check_element, make_attend, tiles_for
+from flashnumba.tiles.forward import check_element, tiles_for
+from flashnumba.tiles.scheduled import make_scheduled
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
@@ -45,20 +45,9 @@ def make_chained(
 
     It takes ``tiles.shared + shared_of(way, tiles)`` bytes of dynamic shared memory.
     """
-    bm = tiles.bm
-    attend = make_attend(tiles, element, vector, arch, even=even, chain=way, broken=broken)
-
-    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=f"chained_gemm.{way}")
-    def chained(q, k, v, o, lse, scale, causal):
-        # The tiles of a head follow one another, a causal one's longest first.
-        blocks = (q.shape[2] + (bm - 1)) // bm
-        head = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
-        block = int64(uint32(cuda.blockIdx.x) % uint32(blocks))
-        if causal != 0:
-            block = blocks - 1 - block
-        attend(q, k, v, o, lse, scale, causal, head // q.shape[1], head % q.shape[1], block)
-
-    return chained
+    return make_scheduled(
+        tiles, element, vector, arch, even=even, chain=way, name=f"chained_gemm.{way}", broken=broken
+    )  # fmt: skip
 
 
 def plan_chained(way: str, shape: Shape, tiles: AttentionTiles | None = None) -> Plan:
