@@ -1,8 +1,8 @@
 """A block copies a slice of a tile into shared memory that lies in strips of 16 columns, zeros where there is nothing.
 
-A strip is as deep as one product on tensor cores: strip after strip, each with its rows 32 bytes apart. A lane's address
-for ldmatrix is then one number for all strips of a slice. Eight neighbouring threads copy 32 bytes of four rows, and up
-to four such groups 128 bytes of these.
+A strip is as deep as one product on tensor cores: strip after strip, each with its rows 32 bytes apart. A lane's
+address for ldmatrix is then one number for all strips of a slice. Eight neighbouring threads copy 32 bytes of four
+rows, and up to four such groups 128 bytes of these.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def make_copy_strips(
 ) -> DeviceFunction:
     """``copy_strips(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
 
-    Arguments and options are those of :func:`flashnumba.tiles.copy_tile.make_copy_tile`, but that columns are a multiple
-    of 16, and ``rows_left`` and ``columns_left`` int32.
+    Arguments and options are those of :func:`flashnumba.tiles.copy_tile.make_copy_tile`, but that columns are a
+    multiple of 16, and ``rows_left`` and ``columns_left`` int32.
 
     Raises:
         ValueError: the threads do not share out the rows evenly.
