@@ -49,9 +49,8 @@ def measure(
         size, lambda seconds: {"flops_per_second": problem.flops / seconds}, {"of_fa2": FA2, "of_shared": WAYS[0]},
         clock=clock or Clock(), until=until, report=report,
     )  # fmt: skip
-    judge = Judge(
-        torch, q, k, v, problem.element, places(problem.batch, problem.heads, problem.n), causal=problem.causal
-    )  # fmt: skip
+    rows = places(problem.batch, problem.heads, problem.n)
+    judge = Judge(torch, q, k, v, problem.element, rows, causal=problem.causal)
     runner.run(peer(torch, FA2, [(q, k, v)], causal=problem.causal), judge)
     shape = shape_of(q, k, v, causal=problem.causal, machine=machine)
     for way in (*WAYS, DETOUR):
