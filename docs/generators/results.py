@@ -22,7 +22,7 @@ from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "staged", "decode")
+BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources",)
 """Files of ``docs/results`` that are no measurements on a device."""
@@ -91,6 +91,23 @@ def _batch(size: Row) -> str:
     return " x ".join(str(size[name]) for name in ("batch", "heads", "n"))
 
 
+def chain(path: Path) -> str:
+    """TFLOP/s of the flash forward with P handed over in each way, and of the way through shared memory what share."""
+    held, _, facts = facts_of(path)
+
+    def cell(one: Row) -> str:
+        share = one.get("of_shared")
+        return f"{one['flops_per_second'] / 1e12:.3g}" + (f" ({share:.2f})" if share and one["ours"] else "")
+
+    heads = {"element": "element", "D": "d", "mask": _mask, "B x H x N": _batch}
+    text = (
+        "The flash forward with three ways for P from one product to the next, and all else equal: TFLOP/s; in "
+        "brackets the speed beside the way through shared memory. `detour` is shared memory without need, in whole "
+        "words.\n\n"
+    )
+    return f"## Chain\n\n{facts}\n{text}{pivot(held['sizes'], heads, cell)}{folded(held['sizes'], 'measured')}"
+
+
 def staged(path: Path) -> str:
     """TFLOP/s of one ring of slots in eight forms, and what a block of each takes."""
     held, _, facts = facts_of(path)
@@ -145,11 +162,8 @@ def _us(seconds: float | None) -> str:
 
 
 SECTIONS: Mapping[str, Callable[[Path], str]] = {
-    "gemm": gemm,
-    "attention": attention,
-    "staged": staged,
-    "decode": decode,
-}
+    "gemm": gemm, "attention": attention, "chain": chain, "staged": staged, "decode": decode,
+}  # fmt: skip
 What = str | Callable[[Row], str]
 
 

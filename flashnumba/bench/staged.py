@@ -13,12 +13,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from flashnumba.bench.attention import ROWS, RUNS, Problem
+from flashnumba.bench.attention import Problem
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import FA2, Judge, Place, launches, peer, settings, shape_of
+from flashnumba.bench.heads import FA2, Judge, launches, peer, places, settings, shape_of
 from flashnumba.bench.planned import kernels_of
-from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, spread
+from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size
 from flashnumba.machine import gpu
 from flashnumba.machine.occupancy import budget
 from flashnumba.stages import heads
@@ -82,13 +82,8 @@ def measure(
         size, lambda seconds: {"flops_per_second": problem.flops / seconds}, {"of_fa2": FA2, "of_base": BASE},
         clock=clock or Clock(), until=until,
     )  # fmt: skip
-    chosen = {(i * (problem.batch - 1) // 2, i * (problem.heads - 1) // 2) for i in range(3)}
-    places = [
-        Place(b, h, slice(h, h + 1), slice(row, min(row + ROWS, problem.n)))
-        for b, h in sorted(chosen)
-        for row in spread(max(1, problem.n - ROWS + 1), RUNS)
-    ]
-    judge = Judge(torch, q, k, v, problem.element, places, causal=problem.causal)
+    rows = places(problem.batch, problem.heads, problem.n)
+    judge = Judge(torch, q, k, v, problem.element, rows, causal=problem.causal)
     shape = shape_of(q, k, v, causal=problem.causal, machine=machine)
 
     def told(measured: Measured, plan: Callable[[], Plan] | None) -> None:

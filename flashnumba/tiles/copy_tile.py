@@ -20,12 +20,9 @@ from flashnumba.machine.instructions import (
     st_shared_v4,
 )
 from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
-from flashnumba.tiles.swizzle import make_place, swizzle
+from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["STRIP", "copies_ahead", "make_copy_tile", "make_waiting"]
-
-STRIP = 16
-"""Columns of a strip: the k of one product on tensor cores."""
+__all__ = ["copies_ahead", "make_copy_chunk", "make_copy_tile", "make_waiting"]
 
 
 def copies_ahead(vector: int, arch: str) -> bool:
@@ -57,7 +54,8 @@ def make_waiting(asynchronous: bool, pending: int, waits: bool = True) -> tuple[
 @cache
 def make_copy_tile(
     rows: int, columns: int, threads: int, vector: int, arch: str = "80", *, even: bool = False, on: bool = True,
-    packed: bool = False, strips: bool = False,
+    packed: bool = False, order: tuple[int, int, int] | None = None,
+    nbytes: int = 2,
 ) -> DeviceFunction:  # fmt: skip
     """``copy_tile(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
 
@@ -67,7 +65,7 @@ def make_copy_tile(
     128.
 
     Args:
-        rows, columns: of the tile, 16-bit elements; columns are a multiple of 32.
+        rows, columns: of the tile; columns are a multiple of 64 bytes.
         threads: of the block.
         vector: bytes that every row is aligned to and a multiple of, 16, 8 or 4, where ``row_step`` is 0 to 2^23; 2 for
             elements at any distance.
@@ -76,46 +74,44 @@ def make_copy_tile(
         packed: rows are those of several heads in turn. Three arguments follow, ``row0, group, head_step``: row r of
             the tile is row ``(row0 + r) // group`` of head ``(row0 + r) % group``, and there are ``rows_left`` from row
             0 on.
-        strips: the tile lies in strips of 16 columns, one behind the other, each with its rows 32 bytes apart: columns
-            are then a multiple of 16. Eight neighbouring threads copy 32 bytes of four rows, and up to four such
-            groups 128 bytes of these. ``rows_left`` and ``columns_left`` are int32.
+        order: of each 16 rows, as :class:`flashnumba.tiles.attention.Order` counts them: row ``8 t + 2 q + i`` of the
+            tile is row ``order[0] q + order[1] t + order[2] i`` of the source. As they are if None.
+        nbytes: of an element, 2; or 1 with ``vector`` 16.
 
     Raises:
-        ValueError: the threads do not share out the rows evenly.
+        ValueError: the threads do not share out the rows evenly, or not by the sixteen that an order needs.
     """
-    together = _together(rows, columns, threads) if strips else 8 if columns % 64 == 0 else 4
+    elements = 16 // nbytes
+    together = 8 if columns % (8 * elements) == 0 else 4
     rows_at_once = threads // together
-    if columns % (STRIP if strips else 32) or rows % rows_at_once:
+    if nbytes == 1 and vector != 16:
+        raise ValueError(f"vector is {vector}; rows of 8-bit elements are copied 16 bytes at a time")
+    if columns % (4 * elements) or rows % rows_at_once:
         raise ValueError(f"{threads} threads do not share out {rows} rows of {columns} elements")
-    steps, groups = rows // rows_at_once, columns // (8 * together)
-    if strips:
-        strip_place, pitch, strip_bytes = make_place(2, on), 2 * STRIP, 2 * STRIP * rows
-    else:
-        layout = swizzle(columns, on)
-        place, pitch = layout.at, layout.pitch
-    copy_chunk = _make_copy_chunk(vector, arch)
+    if order and rows_at_once % 16:
+        raise ValueError(f"{threads} threads copy {rows_at_once} rows at once; an order takes a multiple of 16")
+    steps, groups = rows // rows_at_once, columns // (elements * together)
+    by_lane, by_tile, by_pair = order or (0, 0, 0)
+    layout = swizzle(columns * nbytes // 2, on)
+    place, pitch = layout.at, layout.pitch
+    copy_chunk = make_copy_chunk(vector, arch)
     near = vector >= 4
 
     @device
-    def row_and_chunk():
-        thread = uint32(cuda.threadIdx.x)
-        return thread // uint32(together), thread % uint32(together)
+    def same_row(row):
+        return row
 
     @device
-    def in_strips():
-        """Chunk 2 s + c is that of strip s; eight neighbours have four rows of a strip, all banks once."""
-        thread = uint32(cuda.threadIdx.x)
-        strip, four = (thread >> uint32(3)) % uint32(together // 2), (thread >> uint32(3)) // uint32(together // 2)
-        return uint32(4) * four + ((thread >> uint32(1)) & uint32(3)), uint32(2) * strip + (thread & uint32(1))
+    def row_in_order(row):
+        """``row`` is uint32; of 16 rows, bits 3, 2 and 1, and 0 are t, q and i."""
+        lane, tile, pair = (row >> uint32(1)) & uint32(3), (row >> uint32(3)) & uint32(1), row & uint32(1)
+        inside = lane * uint32(by_lane) + tile * uint32(by_tile) + pair * uint32(by_pair)
+        return uint32((row & uint32(0xFFFFFFF0)) + inside)
+
+    source_row = row_in_order if order else same_row
 
     @device
-    def chunk_of_strips(tile, row, chunk, i, g):
-        at = tile + strip_place(row + uint32(i * rows_at_once % 8), chunk & uint32(1))
-        at += (chunk >> uint32(1)) * uint32(strip_bytes)
-        return at + uint32(i * rows_at_once // 8 * 8 * pitch + g * together // 2 * strip_bytes)
-
-    @device
-    def chunk_of_rows(tile, row, chunk, i, g):
+    def chunk_at(tile, row, chunk, i, g):
         """Where chunk ``chunk + together * g`` of row ``row + rows_at_once * i`` lies; all but tile, row and chunk are
         constants, so that most of it is one too."""
         at = place(tile, row + uint32(i * rows_at_once % 8), chunk) + uint32(i * rows_at_once // 8 * 8 * pitch)
@@ -123,14 +119,14 @@ def make_copy_tile(
             return at + uint32(128 * g)
         return (at ^ uint32(64 * (g % 2))) + uint32(128 * (g // 2))
 
-    mine, chunk_at = (in_strips, chunk_of_strips) if strips else (row_and_chunk, chunk_of_rows)
-
     @device
     def copy_tile(tile, source, row_step, column_step, rows_left, columns_left):
-        row, chunk = mine()
+        row = uint32(cuda.threadIdx.x) // uint32(together)
+        chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        from_row = source_row(row)
         if near:
             # One 32-bit offset a thread, from bases that all threads share.
-            offset = uint32(row * uint32(row_step) + uint32(16) * chunk)
+            offset = uint32(from_row * uint32(row_step) + uint32(16) * chunk)
         if near and even and rows_left >= rows:
             for i in range(steps):
                 base = source + int64(i * rows_at_once) * row_step
@@ -142,50 +138,23 @@ def make_copy_tile(
                 for g in range(groups):
                     there = int32(16)
                     if not even:
-                        left = int32(columns_left) - int32(8) * int32(chunk) - int32(8 * together * g)
-                        there = min(int32(16), max(int32(0), int32(2) * left))
-                    if int64(row) + int64(i * rows_at_once) >= int64(rows_left):
+                        left = int32(columns_left) - int32(elements) * int32(chunk) - int32(elements * together * g)
+                        there = min(int32(16), max(int32(0), int32(nbytes) * left))
+                    if int64(from_row) + int64(i * rows_at_once) >= int64(rows_left):
                         there = int32(0)
                     if near:
                         origin = source + int64(i * rows_at_once) * row_step + int64(16 * together * g) + int64(offset)
                     else:
                         origin = (
-                            source + (int64(row) + int64(i * rows_at_once)) * row_step
+                            source + (int64(from_row) + int64(i * rows_at_once)) * row_step
                             + (int64(8) * int64(chunk) + int64(8 * together * g)) * column_step
                         )  # fmt: skip
                     copy_chunk(chunk_at(tile, row, chunk, i, g), origin, column_step, there)
 
     @device
-    def copy_strips(tile, source, row_step, column_step, rows_left, columns_left):
-        """As copy_tile, for slices so small that one path with few instructions is better than two."""
-        row, chunk = mine()
-        left = int32(rows_left - int32(row))
-        origin = source + int64(uint32(row * uint32(row_step) + uint32(16) * chunk))
-        for i in range(steps):
-            for g in range(groups):
-                there = int32(0)
-                if left > int32(i * rows_at_once) and (even or columns_left > int32(8 * (chunk + together * g))):
-                    there = int32(16)
-                from_ = origin + int64(i * rows_at_once) * row_step + int64(16 * together * g)
-                copy_chunk(chunk_at(tile, row, chunk, i, g), from_, column_step, there)
-
-    @device
-    def copy_strips_narrow(tile, source, row_step, column_step, rows_left, columns_left):
-        """The same with a loop that is one to the compiler too, as there are many instructions to a chunk."""
-        row, chunk = mine()
-        once = int64(cuda.gridDim.z)  # 1, which the compiler does not know
-        for i in range(once * steps):
-            for g in range(once * groups):
-                r, c = int64(row) + i * rows_at_once, int64(chunk) + g * together
-                there = min(int32(16), max(int32(0), int32(2) * int32(columns_left - int32(8 * c))))
-                if r >= int64(rows_left):
-                    there = int32(0)
-                to = tile + strip_place(r, c & 1) + uint32(c >> 1) * uint32(strip_bytes)
-                copy_chunk(to, source + r * row_step + 8 * c * column_step, column_step, there)
-
-    @device
     def copy_packed(tile, source, row_step, column_step, rows_left, columns_left, row0, group, head_step):
-        row, chunk = mine()
+        row = uint32(cuda.threadIdx.x) // uint32(together)
+        chunk = uint32(cuda.threadIdx.x) % uint32(together)
         for i in range(steps):
             index = row0 + int64(row) + int64(i * rows_at_once)
             origin = source + index // group * row_step + index % group * head_step
@@ -196,21 +165,10 @@ def make_copy_tile(
                     there = int32(0)
                 copy_chunk(chunk_at(tile, row, chunk, i, g), origin + column * column_step, column_step, there)
 
-    if strips:
-        return copy_strips if vector == 16 else copy_strips_narrow
     return copy_packed if packed else copy_tile
 
 
-def _together(rows: int, columns: int, threads: int) -> int:
-    """Chunks of a row of strips that neighbouring threads copy at once: up to eight, more where rows are few."""
-    most = columns // 8 & -(columns // 8)
-    together = min(8, most)
-    while threads // together > rows and together < most:
-        together *= 2
-    return together
-
-
-def _make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
+def make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
     """``copy_chunk(to, source, column_step, there)``: 16 bytes of which ``there`` exist."""
 
     @device

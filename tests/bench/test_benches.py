@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashnumba.bench import attention, decode, environment, gemm, heads, planned, softmax, staged, timing
+from flashnumba.bench import attention, chain, decode, environment, gemm, heads, planned, softmax, staged, timing
 from flashnumba.bench.runner import Candidate, Runner, Size, Wrong
 from flashnumba.stages.gemm import simt
 from flashnumba.stages.gemm.problem import Plan, Shape
@@ -130,6 +130,19 @@ def test_attention_beside_torch(element, causal):
     assert ours.figures["flops_per_second"] == pytest.approx(operations / ours.seconds)
     assert ours.figures["of_fa2"] == fa2.seconds / ours.seconds and ours.figures["of_cudnn"] is None
     assert size.about["causal"] is causal
+
+
+def test_the_ways_of_a_chain():
+    problem, told = attention.Problem("float16", 1, 2, 40, 32, True), []
+    size = chain.measure(
+        problem, clock=HostClock(), machine="emulator", report=lambda size, m: told.append(m.name)
+    )  # fmt: skip
+    assert told == [m.name for m in size.measured] == [FA2, "shared", "shuffles", "registers", "detour"]
+    assert all(map(right, size.measured)), size.measured
+    shared, registers = size.measured[1], size.measured[3]
+    assert registers.figures["of_shared"] == shared.seconds / registers.seconds and shared.figures["of_shared"] is None
+    assert shared.figures["of_fa2"] == size.measured[0].seconds / shared.seconds
+    assert size.about["d"] == 32 and size.about["causal"]
 
 
 def test_simt_is_measured_on_float32_and_nothing_else_is():

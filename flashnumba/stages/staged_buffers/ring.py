@@ -18,7 +18,8 @@ from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32,
 from flashnumba.stages.staged_buffers import reference
 from flashnumba.stages.staged_buffers.slices import StagedTiles, make_slice_steps
 from flashnumba.tiles.attention import ALIGNMENT, factor_of, log_sum, make_steps
-from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.copy_strips import make_copy_strips
+from flashnumba.tiles.copy_tile import copies_ahead, make_waiting
 from flashnumba.tiles.marks import ANY, COPY, LOG, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide
 
@@ -77,7 +78,7 @@ def make_staged(
     sliced = make_slice_steps(tiles, parts, element, vector, arch, even=even)
     lane_of_q, lane_of_k, lane_of_v, load_q, negate_q, multiply_qk, multiply_pv, store = sliced
     hide = make_hide(shapes, mask, tail=broken != "tail", next_row=int(broken != "causal"))
-    copy = partial(make_copy_tile, threads=threads, vector=vector, arch=arch, strips=True)
+    copy = partial(make_copy_strips, threads=threads, vector=vector, arch=arch)
     copy_q, copy_v = copy(bm, width, even=even), copy(keys, d, even=even)
     copy_k = copy(bn, width, even=even, on=broken != "swizzle")
     wait, commit = make_waiting(copies_ahead(vector, arch), of_tile[0].wait)

@@ -30,7 +30,7 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, float32, int64, uint16, uint32, uint64
 from flashnumba.stages.staged_buffers.budget import registers_held, ring_bytes, slot_bytes
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, share_of
-from flashnumba.tiles.copy_tile import STRIP
+from flashnumba.tiles.copy_strips import STRIP
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.reduce import lanes_sum
 from flashnumba.tiles.swizzle import make_place

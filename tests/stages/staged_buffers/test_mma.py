@@ -13,7 +13,7 @@ from flashnumba.machine.timeline.trace import HEADER, KINDS, empty_trace
 from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Shape, signature
 from flashnumba.stages.staged_buffers import mma, reference
 from flashnumba.stages.staged_buffers.slices import StagedTiles
-from flashnumba.tiles.copy_tile import make_copy_tile
+from flashnumba.tiles.copy_strips import make_copy_strips
 from tests.stages.flash_forward.attention_cases import (
     LAYOUTS,
     SIZES,
@@ -196,7 +196,7 @@ def test_tiles_that_do_not_fit_say_so(sizes, words):
 
 def test_rows_that_threads_do_not_share_out():
     with pytest.raises(ValueError, match="96 threads do not share out 64 rows of 16 elements"):
-        make_copy_tile(64, 16, 96, 16, strips=True)
+        make_copy_strips(64, 16, 96, 16)
 
 
 def test_what_no_multiprocessor_has_room_for():
