@@ -248,9 +248,8 @@ for ax, swizzled in zip(axes, (False, True), strict=True):
     ax.set(xlim=(-0.5, 7.5), ylim=(1.5, -0.5), xlabel="banks", yticks=(0, 1), yticklabels=("rows 0-3", "rows 4-7"))
     ax.set_xticks(range(8), [f"{4 * i}-{4 * i + 3}" for i in range(8)], fontsize=8)
     groups = offset[:, 0] // 16 % 8
-    ax.set_title(
-        f"{'exchanged' if swizzled else 'in order'}: chunk 0 of eight rows {np.bincount(groups).max()} at a time in a bank"
-    )
+    most = np.bincount(groups).max()
+    ax.set_title(f"{'exchanged' if swizzled else 'in order'}: c0 of eight rows meets a bank {most} times")
 plt.show()
 
 # %% [markdown]
@@ -333,22 +332,41 @@ plt.show()
 # ### The same, seen
 #
 # The kernels of this stage can leave marks, from which `flashnumba timeline` draws who copies, waits and computes when:
-# on a GPU by its clock, on the emulator by a stated cost model. Without being asked they leave none. Here two whole
-# tiles and four quarters walk along four tiles of keys.
+# on a GPU by its clock, on the emulator by a stated cost model. Without being asked they leave none. Three blocks walk
+# along three tiles of keys each.
 
 
 # %%
-def traced(name: str):
-    some = (part[None, None] for part in (q[:64], k[:256], v[:256]))
-    return record(f"staged_buffers.{name}", TRACED[name], *some, machine=machine)
+def traced(name: str, resident: int):
+    some = (part[None, None] for part in (q[:192], k[:192], v[:192]))
+    sizes = {} if machine == "cuda" else {"multiprocessors": 1, "resident": resident}
+    return record(f"staged_buffers.{name}", TRACED[name], *some, machine=machine, **sizes)
 
 
-draw_timeline([traced("tile_2")])
-
-# %%
-draw_timeline([traced("quarter_4")])
+with lesson.timed(f"four times on the {machine}"):
+    records = {(name, n): traced(name, n) for name in ("tile_2", "quarter_4") for n in (1, 3)}
+lesson.table(
+    ("cycles by the model, three blocks", "one after the other", "all three at once"),
+    [(name, *(f"{records[name, n].cycles:.0f}" for n in (1, 3))) for name in ("tile_2", "quarter_4")],
+)
 
 # %% [markdown]
+# One block alone, with two whole tiles:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+draw_timeline([records["tile_2", 1].of([0])])
+
+# %% [markdown]
+# And three blocks of four quarters, which a multiprocessor of the notes' machine has room for:
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+draw_timeline([records["quarter_4", 3]])
+
+# %% [markdown]
+# The problem is small, so most of a lone block's time is waiting for the first copies to come, and what it waits for
+# in the middle of its work, the other two fill. The model gives a copy a latency of 600 cycles, far more than a
+# step of a quarter takes on its own; beside two other blocks it is not.
+#
 # ### Registers and shared memory
 #
 # What the compiler gave these kernels, and how many blocks an H200 holds:
