@@ -55,7 +55,7 @@ def test_hard_cases(machine, case):
 
 @pytest.mark.parametrize(("at", "name"), list(enumerate(NAMES)))
 def test_hard_cases_of_each_kernel(machine, at, name):
-    for case in hard_cases(HALVES[at % 2], m=7, n=70, d=64)[at::8]:
+    for case in hard_cases(HALVES[at % 2], m=7, n=70, d=64)[at::12]:
         assert_attention(run(with_tiles(ONE_WARP, name), case, machine), case)
 
 
@@ -233,7 +233,7 @@ FAULTS = {
 }
 
 
-TABLE = [(name, fault) for name in ("tile_1", "tile_3", "quarter_2", "quarter_4") for fault in reference.FAULTS]
+TABLE = [(name, fault) for name in ("tile_1", "tile_3", "quarter_4") for fault in reference.FAULTS]
 OTHERS = [(name, fault) for fault in mma.FAULTS if fault not in reference.FAULTS for name in ("tile_3", "quarter_4")]
 
 
