@@ -139,6 +139,14 @@ def test_grids():
     assert mma.PLANS["persistent"](shape).launches[0].args == ("counter",)
 
 
+def test_more_than_a_counter_counts():
+    """2^32 tiles would come round to nothing, and no grid is too large to say so."""
+    shape = Shape("float16", 1, 2**31 - 1, 1, 1, 1, 64, True, multiprocessors=132)
+    assert mma.PLANS["persistent"](shape).launches[-1].grid == 2 * 132
+    with pytest.raises(ValueError, match="q has 2 x 2147483647 heads of 1 rows, 4294967294 tiles to draw; a counter"):
+        mma.PLANS["persistent"](replace(shape, batch=2))
+
+
 def test_the_tiles_of_the_flash_forward_where_they_leave_registers():
     for arch, same in (("75", True), ("80", False), ("89", False), ("90a", True), ("120a", False)):
         shape = Shape("float16", 1, 1, 1, 512, 512, 128, True, arch=arch)
