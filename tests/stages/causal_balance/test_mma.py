@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from flashnumba.machine.emulator import as_python
 from flashnumba.stages import heads
 from flashnumba.stages.causal_balance import mma
 from flashnumba.stages.flash_forward.mma import plan_mma
@@ -104,6 +105,17 @@ def test_sections_of_heads(machine, monkeypatch):
     kernel = scheduled.make_scheduled.__wrapped__(TINY, "float16", schedule="longest_first")
     plan = heads.Plan((heads.Launch(kernel, 15, TINY.threads, TINY.shared),))
     assert_attention(run(lambda shape: plan, case, machine), case)
+
+
+def test_sections_are_of_heads_that_share_keys():
+    """Keys and values of one head fill the cache; three heads have them in common."""
+    q, k = (np.broadcast_to(np.float16(0), shape) for shape in ((2, 6, 40, 32), (2, 2, 1 << 18, 32)))
+    place = as_python(scheduled.make_place(TINY, "float16", SCHEDULES["longest_first"].piece))
+    found = [tuple(map(int, place(q, k, 1, number))) for number in range(36)]
+    assert found == [
+        (batch, head, tile, 3) for batch in (0, 1) for group in (0, 3) for tile in (2, 1, 0)
+        for head in range(group, group + 3)
+    ]  # fmt: skip
 
 
 def test_the_flash_forward_takes_any_of_them(machine):
