@@ -24,6 +24,7 @@ NAMES = (
     "gemm",
     "flash_forward",
     "chained_gemm",
+    "staged_buffers",
     "causal_balance",
 )
 

@@ -13,11 +13,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from flashnumba.bench.attention import ROWS, RUNS, Problem
+from flashnumba.bench.attention import Problem
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import FA2, Judge, Place, launches, peer, settings, shape_of
-from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, spread
+from flashnumba.bench.heads import FA2, Judge, launches, peer, places, settings, shape_of
+from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size
 
 __all__ = ["environment", "measure"]
 
@@ -49,13 +49,8 @@ def measure(
         size, lambda seconds: {"flops_per_second": problem.flops / seconds}, {"of_fa2": FA2, "of_shared": WAYS[0]},
         clock=clock or Clock(), until=until, report=report,
     )  # fmt: skip
-    heads = {(i * (problem.batch - 1) // 2, i * (problem.heads - 1) // 2) for i in range(3)}
-    places = [
-        Place(b, h, slice(h, h + 1), slice(row, min(row + ROWS, problem.n)))
-        for b, h in sorted(heads)
-        for row in spread(max(1, problem.n - ROWS + 1), RUNS)
-    ]
-    judge = Judge(torch, q, k, v, problem.element, places, causal=problem.causal)
+    rows = places(problem.batch, problem.heads, problem.n)
+    judge = Judge(torch, q, k, v, problem.element, rows, causal=problem.causal)
     runner.run(peer(torch, FA2, [(q, k, v)], causal=problem.causal), judge)
     shape = shape_of(q, k, v, causal=problem.causal, machine=machine)
     for way in (*WAYS, DETOUR):

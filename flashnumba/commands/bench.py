@@ -290,6 +290,45 @@ def chain(
 
 
 @bench.command()
+def staged(
+    out: Out = RESULTS / "staged.json",
+    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "4096,16384",
+    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
+    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
+    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
+    elements: Annotated[str, typer.Option(help="Of float16 and bfloat16, separated by commas.")] = "float16",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 150.0,
+    wide: Wide = False,
+) -> None:
+    """One ring of slots for K and V: one to four whole tiles or quarters of one; beside FlashAttention-2."""
+    from flashnumba.bench import staged as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    chosen = _words("--elements", elements, ("float16", "bfloat16"))
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    found = _environment("staged", benchmark.environment, out)
+    places = [
+        Place(
+            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
+            partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)),
+        )
+        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    columns += [Column("KB", "shared", 1 / 1024, 1), Column("regs", "registers", digits=0)]
+    columns += [Column("predicted", "predicted_blocks", digits=0), Column("blocks", "blocks", digits=0)]
+    columns += [Column(f"of {benchmark.BASE}", "of_base"), Column("of FA2", "of_fa2")]
+    _measure_all(places, columns, out, found, seconds)
+
+
+@bench.command()
 def decode(
     out: Out = RESULTS / "decode.json",
     batches: Annotated[str, typer.Option(help="Sequences, separated by commas.")] = "1,4,16",

@@ -22,7 +22,7 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
 from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["copies_ahead", "make_copy_tile", "make_waiting"]
+__all__ = ["copies_ahead", "make_copy_chunk", "make_copy_tile", "make_waiting"]
 
 
 def copies_ahead(vector: int, arch: str) -> bool:
@@ -94,7 +94,7 @@ def make_copy_tile(
     by_lane, by_tile, by_pair = order or (0, 0, 0)
     layout = swizzle(columns * nbytes // 2, on)
     place, pitch = layout.at, layout.pitch
-    copy_chunk = _make_copy_chunk(vector, arch)
+    copy_chunk = make_copy_chunk(vector, arch)
     near = vector >= 4
 
     @device
@@ -168,7 +168,7 @@ def make_copy_tile(
     return copy_packed if packed else copy_tile
 
 
-def _make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
+def make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
     """``copy_chunk(to, source, column_step, there)``: 16 bytes of which ``there`` exist."""
 
     @device

@@ -7,20 +7,30 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashnumba.bench import attention, balance, chain, decode, gemm, softmax
+from flashnumba.bench import attention, balance, chain, decode, gemm, softmax, staged
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
 from flashnumba.commands import bench
 from tests.bench.fakes import ENVIRONMENT
 
 MODULES = {
-    "softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "balance": balance, "decode": decode,
+    "softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "staged": staged,
+    "balance": balance, "decode": decode,
 }  # fmt: skip
 FIGURES = {
     "softmax": {"bytes_per_second": 4.1e12, "of_copy": 0.97, "of_torch": 1.5},
     "gemm": {"flops_per_second": 7.1e14, "of_cublas": 0.951},
     "attention": {"flops_per_second": 3.3e14, "of_fa2": 1.02, "of_cudnn": None},
     "chain": {"flops_per_second": 3.3e14, "of_shared": 1.18, "of_fa2": None},
+    "staged": {
+        "flops_per_second": 2.9e14,
+        "of_fa2": 0.9,
+        "of_base": 1.01,
+        "shared": 16512,
+        "registers": 168,
+        "predicted_blocks": 3,
+        "blocks": 3,
+    },
     "decode": {"bytes_per_second": 3.9e12, "of_copy": 0.92, "of_equal_copy": 0.98, "of_fa2": 1.1, "of_cudnn": 1.3},
     "balance": {
         "flops_per_second": 3e14, "predicted": 2.1e-3, "predicted_of_plain": 1.25, "of_plain": 1.2, "of_fa2": 1.1,
@@ -31,6 +41,7 @@ FEW = {
     "gemm": ["--sizes", "64,128x32x16", "--elements", "float16"],
     "attention": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no", "--no-simt"],
     "chain": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
+    "staged": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "decode": ["--batches", "1,2", "--lengths", "64"],
     "balance": ["--dims", "64", "--lengths", "1024", "--few", "8"],
 }

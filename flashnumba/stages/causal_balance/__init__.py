@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flashnumba.tiles.attention import AttentionTiles
 
-__all__ = ["STAGE", "plans", "tiles_of"]
+__all__ = ["STAGE", "plans"]
 
 EMULATED_WARPS = 2
 """Warps of 16 rows a block on the emulator, so that a small problem has several tiles of rows."""

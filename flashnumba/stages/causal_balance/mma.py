@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel
-from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
+from flashnumba.stages.heads import ARGUMENTS, MOST_BLOCKS, Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, tier, tiles_for
 from flashnumba.tiles.schedule import SCHEDULES
@@ -59,7 +59,7 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
         broken: plants a fault in the kernel; ``"uncleared"`` leaves out the launch that clears the counter.
 
     Raises:
-        ValueError: float32, or bfloat16 below sm_80.
+        ValueError: float32, or bfloat16 below sm_80; more units of work than the numbers of a schedule count.
     """
     check_element(shape.element, shape.arch)
     tiles = tiles or balanced_tiles(shape)
@@ -71,6 +71,11 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
     blocks = SCHEDULES[schedule].blocks(-(-shape.m // tiles.bm), shape.heads * shape.batch)
     if not drawn:
         return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared),))
+    if blocks > MOST_BLOCKS:  # the grid does not say so, and the counter would come round
+        raise ValueError(
+            f"q has {shape.batch} x {shape.heads} heads of {shape.m} rows, {blocks} tiles to draw; a counter takes "
+            f"{MOST_BLOCKS}: split the batch"
+        )
     blocks = min(blocks, shape.multiprocessors * at_once(tiles))
     draws = Launch(kernel, blocks, tiles.threads, tiles.shared, DRAWN_ARGS)
     clears = () if broken == "uncleared" else (Launch(clear, 1, clear.threads, 0, ("counter",)),)
