@@ -28,7 +28,7 @@ from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waitin
 from flashnumba.tiles.fp8 import make_copy_by_columns, with_values_by_columns
 from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide, make_store
-from flashnumba.tiles.schedule import tiles_of_keys
+from flashnumba.tiles.schedule import seen_keys
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
@@ -125,10 +125,8 @@ def make_attend(
         if swapped:
             v_row, v_column = v.strides[3], v.strides[2]
 
-        last = tiles_of_keys(block, m_rows, n_rows, bm, bn, causal)
-        whole = n_rows  # keys [0, whole) are visible to all rows of the block
-        if causal != 0:
-            whole = min(n_rows, row0 + offset + next_row)
+        end, whole = seen_keys(row0, bm, n_rows, offset, causal, next_row)
+        last = (end + (bn - 1)) // bn
 
         factor = factor_of(scale)
         q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)

@@ -24,9 +24,6 @@ SPILLS_THAT_PAY: dict[tuple[str, str], int] = {
     ("chained_gemm.registers float16 d 128, tiles for sm_90a", "90a"): 4,
     ("chained_gemm.registers bfloat16 d 128, tiles for sm_90a", "90a"): 4,
     ("chained_gemm.shared float16 d 64, tiles for sm_90a", "90a"): 4,
-    # The same kernel by other schedules.
-    ("causal_balance.plain float16 d 128, tiles for sm_90a", "90a"): 4,
-    ("causal_balance.longest_first float16 d 128, tiles for sm_90a", "90a"): 4,
 }
 """Bytes of spill stores allowed for (name of the case, architecture)."""
 

@@ -1,8 +1,9 @@
-"""One flash forward by four schedules: kernels that differ in nothing but which block has which row tiles.
+"""One flash forward by five schedules: kernels that differ in nothing but which block has which row tiles.
 
-All attend alike (:mod:`flashnumba.tiles.forward`), on sm_90 with the tiles of ``flash_forward.mma``; what they take is
-in :mod:`flashnumba.tiles.schedule`. ``persistent`` has one launch more, which sets its counter to zero. ``stack_4`` and
-``stack_8`` are the longest first with four and eight warps along the rows, 16 rows each.
+All attend alike (:mod:`flashnumba.tiles.forward`), on sm_90 with the tiles of ``flash_forward.mma``, or nearly; which
+tiles of rows they take is in :mod:`flashnumba.tiles.schedule`. ``persistent`` has one launch more, which sets its
+counter to zero. ``stack_4`` and ``stack_8`` are the longest first with four and eight warps along the rows, 16 rows
+each.
 
 Every row is computed in the same way whoever computes it, so all schedules give the same bits.
 
@@ -82,11 +83,12 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
 
 
 def balanced_tiles(shape: Shape) -> AttentionTiles:
-    """The same for all schedules. A loop around a piece takes registers that two fragments a warp do not always leave:
-    they do on sm_90; elsewhere a warp has 16 rows, and the promise of one block keeps the compiler from saving."""
+    """The same for all schedules. A loop around a piece takes registers that two fragments a warp do not always leave.
+    On sm_90 they do, where D is 128 with a step of Q held; elsewhere a warp has 16 rows, and the promise of one block
+    keeps the compiler from saving."""
     usual = tiles_for(shape.d, shape.arch, shape.vector)
     if shape.arch.startswith("90"):
-        return usual
+        return replace(usual, q_held=1) if usual.d == 128 and usual.frags == 2 else usual
     return replace(usual if usual.frags == 1 else stack_for(4, shape.d, shape.arch), min_blocks=1)
 
 

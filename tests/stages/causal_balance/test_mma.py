@@ -144,7 +144,8 @@ def test_grids():
     shape = Shape("float16", 2, 4, 2, 128 * 9 - 5, 2000, 64, True, multiprocessors=132)
     grid = {name: mma.PLANS[name](shape).launches[-1].grid for name in mma.PLANS}
     assert grid == {
-        "plain": 72, "paired": 40, "longest_first": 72, "persistent": 72, "stack_4": 144, "stack_8": 72,
+        "plain": 72, "head_by_head": 72, "paired": 40, "longest_first": 72, "persistent": 72,
+        "stack_4": 144, "stack_8": 72,
     }  # fmt: skip
     many = replace(shape, batch=100)
     assert mma.PLANS["persistent"](many).launches[-1].grid == 2 * 132
@@ -162,7 +163,7 @@ def test_more_than_a_counter_counts():
 def test_the_tiles_of_the_flash_forward_where_they_leave_registers():
     for arch, same in (("75", True), ("80", False), ("89", False), ("90a", True), ("120a", False)):
         shape = Shape("float16", 1, 1, 1, 512, 512, 128, True, arch=arch)
-        assert (replace(mma.balanced_tiles(shape), min_blocks=0) == tiles_for(128, arch)) is same
+        assert (replace(mma.balanced_tiles(shape), min_blocks=0, q_held=0) == tiles_for(128, arch)) is same
         assert mma.balanced_tiles(shape).shared <= tiles_for(128, arch).shared
     for d in (32, 64, 128):
         for warps in (4, 8):
