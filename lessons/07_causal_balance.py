@@ -349,7 +349,7 @@ for n, color in ((1024, ORANGE), (4096, BLUE), (16384, GREEN)):
         ratio.append(reference.makespan(costs, 132) / (costs.sum() / 132))
     axes[1].plot(heights, ratio, "o-", color=color, label=f"{n} tokens")
 axes[0].set(yscale="log", ylabel="MB of K and V, read again", title="traffic, 8 heads")
-axes[1].set(ylabel="makespan / (total / P)", title="imbalance, longest first, 132 multiprocessors", ylim=(0.9, 6))
+axes[1].set(ylabel="makespan / (total / P)", title="imbalance, longest first, 132 multiprocessors", ylim=(0.9, 7))
 for ax in axes:
     ax.set(xscale="log", xlabel="rows a block")
     ax.set_xticks(heights, heights)

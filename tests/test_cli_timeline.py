@@ -233,6 +233,16 @@ def test_names_are_drawn_and_told_as_they_are(tmp_path, small):
     assert "2 marks of a$b_{$[bold]c[/d] found no room" in result.output
 
 
+def test_the_numbers_of_steps_stand_in_the_window(small):
+    from flashnumba.machine.timeline.picture import draw
+
+    fills = [fill for fill in small.of([0]).fills() if fill.slot == 0]
+    window = (fills[0].used, fills[1].ready)  # the end of step 0's use and the beginning of step 2's
+    panel = draw([small.of([0])], window).axes[1]
+    found = {text.get_text(): text.get_position()[0] for text in panel.texts if text.get_position()[1] == 0}
+    assert set(found) == {"0", "2"} and all(window[0] < x < window[1] for x in found.values())
+
+
 def test_a_window_in_which_nothing_happens_is_refused(tmp_path, recorded):
     result = run("--machine", "emulator", "--window", "900000:900001", "--out", str(tmp_path / "a.png"), code=2)
     assert "nothing happens from cycle 900000 to 900001" in result.output and not list(tmp_path.iterdir())

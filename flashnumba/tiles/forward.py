@@ -260,7 +260,7 @@ def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
     if vector < 16:  # addresses of narrow copies take registers
         return AttentionTiles(d, 64, 64 if d <= 128 and vector > 2 else 32)
     if d > 128:
-        return AttentionTiles(d, 64, 64, subtract=True, q_held=3 if d > 192 else 2)
+        return AttentionTiles(d, 64, 64, subtract=number == 90, q_held=3 if d > 192 and number == 90 else 2)
     if number == 90:
         if d <= 64:
             return AttentionTiles(d, 128, 128, slots=2, q_held=2 if d == 32 else 0)

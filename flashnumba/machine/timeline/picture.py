@@ -101,6 +101,7 @@ def draw_slots(axes: Axes, record: Record) -> None:
     for fill in record.fills():
         fills.setdefault((fill.block, fill.slot), []).append(fill)
     several = len({block for block, _ in fills}) > 1
+    left, right = axes.get_xlim()
     ticks = []
     for at, ((block, slot), uses) in enumerate(sorted(fills.items())):
         ticks.append(f"block {block}, slot {slot}" if several else f"slot {slot}")
@@ -110,9 +111,8 @@ def draw_slots(axes: Axes, record: Record) -> None:
             for color, lo, hi in zip(PHASES.values(), edges, edges[1:], strict=False):
                 if hi > lo:
                     axes.broken_barh([(lo, hi - lo)], (at - 0.36, 0.72), color=color, alpha=0.55, lw=0)
-            if max(edges) - edges[0] > NARROW * (axes.get_xlim()[1] - axes.get_xlim()[0]):
-                axes.text(
-                    (edges[0] + max(edges)) / 2, at, str(f.step), ha="center", va="center", fontsize=7, clip_on=True
-                )
+            lo, hi = max(edges[0], left), min(max(edges), right)  # what is seen of it
+            if hi - lo > NARROW * (right - left):
+                axes.text((lo + hi) / 2, at, str(f.step), ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(ticks)), ticks, fontsize=8)
     axes.set_ylim(len(ticks) - 0.4, -0.6)
