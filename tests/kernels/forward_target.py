@@ -1,5 +1,5 @@
 """Every kernel of attention's forward once on a GPU, small, compared with the reference: what compute-sanitizer is
-pointed at. It takes the stages to run, all if none is named.
+pointed at. It takes what to run, as ``staged_buffers`` or ``staged_buffers.tile_1``; all if nothing is named.
 
 ::
 
@@ -37,15 +37,17 @@ SHAPES = (
 )
 
 
-def main(stages: list[str]) -> int:
+def main(wanted: list[str]) -> int:
     """Print a line a launch; 1 if one of them is wrong."""
     wrong = 0
-    for stage in stages or PLANS:
+    for stage in PLANS:
         for dtype in (np.float16, ml_dtypes.bfloat16, np.float32):
             for m, n, d, heads, kv_heads, causal, layout in SHAPES:
                 case = normal(m, n, d, dtype, batch=2, heads=heads, kv_heads=kv_heads, causal=causal)
                 case = case.with_arrays(case.name, LAYOUTS[layout]) if layout else case
                 for name, plan in PLANS[stage].items():
+                    if wanted and not {stage, f"{stage}.{name}"} & set(wanted):
+                        continue
                     if dtype == np.float32 and name != "simt":
                         continue
                     if dtype != np.float16 and d not in (64, 20):
