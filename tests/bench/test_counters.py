@@ -11,6 +11,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -220,3 +221,21 @@ def test_the_target_has_every_kernel(stage, names):
     result = found[names[-1]]()
     o = result[0] if isinstance(result, tuple) else result
     assert torch.isfinite(o).all()
+
+
+def test_the_target_launches_each_kernel_once_between_the_marks(monkeypatch, capsys):
+    done = []
+
+    def noted(word):
+        return lambda *args: done.append(word)
+
+    runtime = SimpleNamespace(cudaProfilerStart=noted("start"), cudaProfilerStop=noted("stop"))
+    cuda = SimpleNamespace(synchronize=noted("wait"), cudart=lambda: runtime)
+    monkeypatch.setattr(profiled, "place", lambda *args: (SimpleNamespace(cuda=cuda), "cuda", "90a"))
+    monkeypatch.setattr(profiled, "check_written", lambda torch, *arrays: done.append("judged"))
+    monkeypatch.setattr(profiled, "calls", lambda stage, **sizes: iter([(profiled.IN_ORDER, noted(sizes["n"]))]))
+    profiled.main(["gemm", "--n", "512"])
+    assert done == [512, "judged", "wait", "start", 512, "wait", "stop"]
+    assert capsys.readouterr().out == "ORDER gemm mma, chunks in order\n"
+    launch = ncu.parse(EXCERPT.replace("chained_gemm registers", "gemm mma, chunks in order"))[1]
+    assert (launch.stage, launch.kernel) == ("gemm", profiled.IN_ORDER)
