@@ -439,8 +439,8 @@ lesson.table(heads, rows)
 
 # %% [markdown]
 # The budget is right: as many blocks as predicted, for every kernel. One and two quarters show what a latency costs
-# that nothing hides. And four quarters are the fastest of the eight at every size that was measured, up to 15 % ahead of
-# two whole tiles, with half their shared memory. Occupancy is not the reason, as all have the same number of blocks;
+# that nothing hides. And four quarters are the fastest of the eight at every size that was measured, up to 15 % ahead
+# of two whole tiles, with half their shared memory. Occupancy is not the reason, as all have the same number of blocks;
 # nor is it the number of slots, as four whole tiles gain little or nothing. What differs is that copies, loads and
 # waits come in small portions, spread over the products of three blocks. Is that what helps?
 #
