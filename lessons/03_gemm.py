@@ -533,8 +533,9 @@ lesson.table(
 )
 
 # %% [markdown]
-# The map says $(4 + 8) / 2 = 6$ cycles a matrix for the tiles in order, and one for those that are swizzled. Where
-# there are figures, the third column is what the hardware made of it.
+# The map says $(4 + 8) / 2 = 6$ cycles a matrix for the tiles in order, and one for those that are swizzled. The third
+# column is the hardware's own count of the second, and what is above the map is C. The product is the same in both;
+# without the swizzle the tensor cores wait for shared memory.
 #
 # ### A ring of slots
 #

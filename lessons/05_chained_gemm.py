@@ -434,7 +434,7 @@ lesson.table(
 )  # fmt: skip
 
 # %% [markdown]
-# The instructions that come on top are nearly as many at both D, as they should be; beside more products they are a
+# What `shared` and `shuffles` execute on top is nearly as much at both D, as it should be; beside more products it is a
 # smaller part. And time grows by less than instructions do. All these kernels issue in fewer than half of the cycles,
 # and the tensor cores work in about half of them: two blocks of four warps leave each partition of a multiprocessor two
 # warps, and in most cycles both wait, most often for the latency of what they issued before ("wait"). So an instruction

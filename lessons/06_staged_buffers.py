@@ -484,8 +484,9 @@ lesson.table(
 # **Banks.** `ldmatrix` reads four matrices, and without conflicts it takes four cycles (what is above four is O, on its
 # way out). Kernels of one cut load from the same addresses of a slot, so conflicts that come from addresses would be
 # the same in each. Some have next to none; so the exchange of chunks leaves none. What others have depends on *when*
-# accesses come: two want the same cycle, most likely a load and a copy that arrives. Stores are O's way out: few, by
-# the same code in all kernels, and with another share in each. That, too, must be a matter of who comes when.
+# accesses come: two want the same cycle, most likely a load and a copy that arrives. (A second run had nearly the
+# same numbers, but not the same; conflicts by addresses would be equal to the last one.) Stores are O's way out: few,
+# by the same code in all kernels, and with another share in each. That, too, must be a matter of who comes when.
 #
 # Then what warps wait for. A kernel's counter says how many warps wait for a reason whenever one issues; times
 # instructions, that is cycles of warps in all, and comparable between kernels.

@@ -1,10 +1,10 @@
 """Hardware counters of single launches, read by Nsight Compute and given names and units.
 
-Nothing is averaged over launches. Counts of instructions are exact; conflicts, times and shares of time differ from run
-to run. What is computed here: shares are of 1; conflicts are also stated as a share of the wavefronts of their kind (a
-wavefront is one cycle of shared memory, a conflict one more than the addresses of an instruction need, or one lost to
-somebody else); achieved warps are warps instead of a share of the slots, and beside them stand those that
-:mod:`flashnumba.machine.occupancy` predicts.
+Nothing is averaged over launches. Counts of instructions, and of conflicts that addresses make, are exact; other
+conflicts, times and shares of time differ a little from run to run. What is computed here: shares are of 1; conflicts
+are also stated as a share of the wavefronts of their kind (a wavefront is one cycle of shared memory, a conflict one
+more than the addresses of an instruction need, or one lost to somebody else); achieved warps are warps instead of a
+share of the slots, and beside them stand those that :mod:`flashnumba.machine.occupancy` predicts.
 
 Each stage and D has a process of its own (:mod:`flashnumba.bench.ncu` around :mod:`flashnumba.bench.profiled`), so that
 several compile at the same time.
