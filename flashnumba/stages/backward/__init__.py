@@ -1,0 +1,1 @@
+"""The stage backward: the gradients of attention. ``reference.py`` tells the mathematics."""
