@@ -93,9 +93,13 @@ def weights(s: np.ndarray) -> np.ndarray:
 
 
 def delta_of(o: np.ndarray, do: np.ndarray, inside: DTypeLike = np.float64) -> np.ndarray:
-    """``rowsum(dO o O)``: what kernels compute before anything else. ``[..., M]`` of ``inside``."""
+    """``rowsum(dO o O)``: what kernels compute before anything else. ``[..., M]`` of ``inside``.
+
+    One after the other from the last column to the first: kernels too sum it in another order than dP, whose rounding
+    errors do not cancel against it.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
-        return (o.astype(inside) * do.astype(inside)).sum(-1, dtype=inside)  # [..., M]
+        return np.add.accumulate((o.astype(inside) * do.astype(inside))[..., ::-1], -1)[..., -1]  # [..., M]
 
 
 def blocked(
