@@ -23,6 +23,9 @@ NAMES = (
     "online_softmax",
     "gemm",
     "flash_forward",
+    "chained_gemm",
+    "staged_buffers",
+    "causal_balance",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

@@ -54,7 +54,7 @@ from flashnumba.stages.flash_forward.split import plan_split
 from flashnumba.stages.flash_forward.split import tiles_for as split_tiles
 from flashnumba.tiles import online, reduce
 from flashnumba.tiles.attention import AttentionTiles, make_steps
-from flashnumba.tiles.forward import tiles_for
+from flashnumba.tiles.forward import make_attend, tiles_for
 from flashnumba.tiles.swizzle import place_of
 
 lesson.style()
@@ -334,8 +334,8 @@ plt.show()
 # copies have arrived", a barrier after it says "everybody's have". Where to put them is the schedule. Here is the loop:
 
 # %%
-mma = make_mma(tiles_for(64, "90a"), "float16")
-lesson.show_source(mma, part="attend", first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
+attend = make_attend(tiles_for(64, "90a"), "float16")
+lesson.show_source(attend, part="attend_marked", first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
 
 # %% [markdown]
 # (`early`, `no_barrier` and `no_v_barrier` plant faults.) With **one slot** for K and one for V, the copy of each

@@ -245,11 +245,12 @@ def put(folder: Path, **files: dict) -> Path:
 def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
     page = results.page(tmp_path)
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Softmax", "Gemm", "Attention", "Decode"]
-    for name in ("softmax", "gemm", "attention", "decode"):
+    assert heads == ["Softmax", "Gemm", "Attention", "Chain", "Staged", "Decode"]
+    for name in ("softmax", "gemm", "attention", "chain", "staged", "decode"):
         assert f"`flashnumba bench {name}`, on a GPU, writes it." in page
     page = results.page(put(tmp_path, decode=fakes.decode_file(), zebra=MEASURED))
-    assert re.findall(r"^## (.*)$", page, re.MULTILINE) == ["Decode", "Zebra", "Softmax", "Gemm", "Attention"]
+    heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert heads == ["Decode", "Zebra", "Softmax", "Gemm", "Attention", "Chain", "Staged"]
     assert "flashnumba bench decode" not in page
 
 
@@ -291,6 +292,21 @@ def test_no_picture_without_figures(tmp_path: Path) -> None:
     assert "attention.svg" not in results.page(put(tmp_path, attention=held))
     results.draw_attention(tmp_path, tmp_path)
     assert not (tmp_path / "attention.svg").exists()
+
+
+def test_the_table_of_the_chain(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, chain=fakes.chain_file()))
+    table, details = page.split("<details>", 1)
+    assert "| element | D | mask | B x H x N | torch, FlashAttention-2 | shared | registers |\n" in table
+    assert "| float16 | 64 | none | 4 x 32 x 4096 | 300 | 250 | 330 (1.32) |\n" in table
+    assert "| kernel | ms | TFLOP/s |" in details
+
+
+def test_the_tables_of_the_ring(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, staged=fakes.staged_file())).split("<details>")[0]
+    assert "| element | D | mask | B x H x N | torch, FlashAttention-2 | tile_2 | quarter_4 |\n" in page
+    assert "| float16 | 128 | none | 4 x 16 x 4096 | 300 | 290 | 290 (1.02) |\n" in page
+    assert "| 128 | quarter_4 | 16.1 | 168 | 3 | 3 |" in page
 
 
 def test_the_tables_of_decoding(tmp_path: Path) -> None:

@@ -21,11 +21,12 @@ PEERS = ("copy", "torch.softmax")
 """Names under which something is measured that is no kernel of ours, where a file does not say so itself."""
 UNITS = {
     "seconds": ("ms", 1e3), "bytes_per_second": ("TB/s", 1e-12), "flops_per_second": ("TFLOP/s", 1e-12),
-    "nbytes": ("MB", 2.0**-20),
+    "nbytes": ("MB", 2.0**-20), "predicted": ("predicted ms", 1e3),
 }  # fmt: skip
 HEADS = {
     "name": "kernel", "cols": "columns", "of_torch": "x torch", "of_cublas": "of cuBLAS", "of_fa2": "of FA2",
-    "of_cudnn": "of cuDNN", "batch": "B", "heads": "H", "kv_heads": "Hkv", "n": "N", "m": "M", "k": "K", "d": "D",
+    "of_cudnn": "of cuDNN", "of_plain": "x plain", "predicted_of_plain": "x plain, predicted",
+    "batch": "B", "heads": "H", "kv_heads": "Hkv", "n": "N", "m": "M", "k": "K", "d": "D",
 }  # fmt: skip
 HIDDEN = ("ours",)
 Row = Mapping[str, Any]

@@ -22,7 +22,7 @@ from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "decode")
+BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources",)
 """Files of ``docs/results`` that are no measurements on a device."""
@@ -91,6 +91,50 @@ def _batch(size: Row) -> str:
     return " x ".join(str(size[name]) for name in ("batch", "heads", "n"))
 
 
+def chain(path: Path) -> str:
+    """TFLOP/s of the flash forward with P handed over in each way, and of the way through shared memory what share."""
+    held, _, facts = facts_of(path)
+
+    def cell(one: Row) -> str:
+        share = one.get("of_shared")
+        return f"{one['flops_per_second'] / 1e12:.3g}" + (f" ({share:.2f})" if share and one["ours"] else "")
+
+    heads = {"element": "element", "D": "d", "mask": _mask, "B x H x N": _batch}
+    text = (
+        "The flash forward with three ways for P from one product to the next, and all else equal: TFLOP/s; in "
+        "brackets the speed beside the way through shared memory. `detour` is shared memory without need, in whole "
+        "words.\n\n"
+    )
+    return f"## Chain\n\n{facts}\n{text}{pivot(held['sizes'], heads, cell)}{folded(held['sizes'], 'measured')}"
+
+
+def staged(path: Path) -> str:
+    """TFLOP/s of one ring of slots in eight forms, and what a block of each takes."""
+    held, _, facts = facts_of(path)
+
+    def cell(one: Row) -> str:
+        share = one.get("of_base")
+        return f"{one['flops_per_second'] / 1e12:.3g}" + (f" ({share:.2f})" if share and one["ours"] else "")
+
+    heads = {"element": "element", "D": "d", "mask": _mask, "B x H x N": _batch}
+    text = (
+        "The flash forward with Q in registers, and K and V in one ring of slots: TFLOP/s; in brackets the speed "
+        "beside two whole tiles.\n\n"
+    )
+    takes = {}
+    for size in held["sizes"]:
+        for one in size["measured"]:
+            if one["ours"] and one["seconds"]:
+                takes[size["d"], one["name"]] = {
+                    "D": size["d"], "kernel": one["name"], "KB of shared memory": f"{one['shared'] / 1024:.1f}",
+                    "registers": one["registers"], "blocks a multiprocessor, predicted": one["predicted_blocks"],
+                    "by the driver": one["blocks"],
+                }  # fmt: skip
+    blocks = "\nWhat a block takes, and how many a multiprocessor holds:\n\n" + table(list(takes.values()))
+    tables = pivot(held["sizes"], heads, cell) + blocks
+    return f"## Staged\n\n{facts}\n{text}{tables}{folded(held['sizes'], 'measured')}"
+
+
 def decode(path: Path) -> str:
     """Microseconds of every kernel and peer; of the fastest kernel also the speed beside copies."""
     held, _, facts = facts_of(path)
@@ -117,7 +161,9 @@ def _us(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e6:.3g}"
 
 
-SECTIONS: Mapping[str, Callable[[Path], str]] = {"gemm": gemm, "attention": attention, "decode": decode}
+SECTIONS: Mapping[str, Callable[[Path], str]] = {
+    "gemm": gemm, "attention": attention, "chain": chain, "staged": staged, "decode": decode,
+}  # fmt: skip
 What = str | Callable[[Row], str]
 
 

@@ -18,16 +18,14 @@ from typing import Any
 
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import CUDNN, EFFICIENT, FA2, MATH, Judge, Place, launches, peer, settings, shape_of
+from flashnumba.bench.heads import CUDNN, EFFICIENT, FA2, MATH, Judge, launches, peer, places, settings, shape_of
 from flashnumba.bench.planned import kernels_of, planned
-from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, spread
+from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size
 
 __all__ = ["READABLE", "SMALL", "Problem", "environment", "kernels", "measure", "problems"]
 
 READABLE = "simt"
 """The kernel that is measured on float32 only, and the others not at all."""
-RUNS, ROWS = 4, 16
-"""Runs of rows of each head looked at, and rows of a run, that are compared with float64."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,9 @@ def measure(
         size, lambda seconds: {"flops_per_second": problem.flops / seconds}, peers, clock=clock or Clock(), until=until,
         report=report,
     )  # fmt: skip
-    heads = {(i * (problem.batch - 1) // 2, i * (problem.heads - 1) // 2) for i in range(3)}
-    places = [
-        Place(b, h, slice(h, h + 1), slice(row, min(row + ROWS, problem.n)))
-        for b, h in sorted(heads)
-        for row in spread(max(1, problem.n - ROWS + 1), RUNS)
-    ]
-    judge = Judge(torch, q, k, v, problem.element, places, causal=problem.causal)
+    judge = Judge(
+        torch, q, k, v, problem.element, places(problem.batch, problem.heads, problem.n), causal=problem.causal
+    )
     for name in peers.values():
         runner.run(peer(torch, name, [(q, k, v)], causal=problem.causal), judge)
     usual = [name for name in kernels() if (name == READABLE) == full]

@@ -10,21 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from flashnumba.bench.runner import Candidate, check_written, rounded, willing
+from flashnumba.bench.runner import Candidate, check_written, rounded, spread, willing
 from flashnumba.compare import Comparison, compare
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import empty_like_kind
 from flashnumba.stages.flash_forward.reference import dense, low_precision
-from flashnumba.stages.heads import Plan, Shape, prepare_heads, signature
+from flashnumba.stages.heads import SCRATCH, Plan, Shape, prepare_heads, signature
 
 __all__ = [
-    "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "launches", "peer", "settings", "shape_of",
+    "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "launches", "peer", "places", "settings",
+    "shape_of",
 ]  # fmt: skip
 
 FA2, CUDNN, EFFICIENT, MATH = "torch, FlashAttention-2", "torch, cuDNN", "torch, memory-efficient", "torch, plain"
 PEERS = {FA2: "FLASH_ATTENTION", CUDNN: "CUDNN_ATTENTION", EFFICIENT: "EFFICIENT_ATTENTION", MATH: "MATH"}
 """Backends of ``torch.nn.functional.scaled_dot_product_attention``, by the names they have in tables."""
 
+RUNS, ROWS = 4, 16
+"""Runs of rows of each head looked at, and rows of a run, that are compared with float64."""
 Inputs = tuple[Any, Any, Any]
 """q ``[B, H, M, D]``, k and v ``[B, Hkv, N, D]``, torch tensors."""
 
@@ -76,7 +79,7 @@ def _launches(plan: Plan, q: Any, k: Any, v: Any, causal: bool, machine: str) ->
         result.fill_(float("nan"))
     known = {**heads.arrays, "scale": np.float32(heads.scale), "causal": np.int32(causal)}
     for name, shape in plan.scratch.items():
-        known[name] = empty_like_kind(heads.results[0], shape, "float32")
+        known[name] = empty_like_kind(heads.results[0], shape, SCRATCH[name][0])
     steps = []
     for launch in plan.launches:
         types = signature(heads.shape.element, launch.args)
@@ -104,6 +107,16 @@ class Place:
         """The rows of ``[B, H, M, ...]``, one head's after the other's, as float32, which holds 16-bit values."""
         picked = x[self.batch, self.heads, self.rows]
         return picked.reshape(-1, *picked.shape[2:]).float().cpu().numpy()
+
+
+def places(batch: int, heads: int, n: int) -> list[Place]:
+    """Runs of rows of three heads, from the first row to the last, where each head has keys of its own."""
+    picked = {(i * (batch - 1) // 2, i * (heads - 1) // 2) for i in range(3)}
+    return [
+        Place(b, h, slice(h, h + 1), slice(row, min(row + ROWS, n)))
+        for b, h in sorted(picked)
+        for row in spread(max(1, n - ROWS + 1), RUNS)
+    ]
 
 
 class Judge:

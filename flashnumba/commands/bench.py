@@ -257,6 +257,78 @@ def attention(
 
 
 @bench.command()
+def chain(
+    out: Out = RESULTS / "chain.json",
+    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "4096,16384",
+    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
+    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
+    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
+    elements: Annotated[str, typer.Option(help="Of float16 and bfloat16, separated by commas.")] = "float16",
+    runs: Runs = 20,
+    seconds: Seconds = 100.0,
+) -> None:
+    """P from one product to the next: by registers, by shuffles, through shared memory; beside FlashAttention-2."""
+    from flashnumba.bench import chain as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    chosen = _words("--elements", elements, ("float16", "bfloat16"))
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    found = _environment("chain", benchmark.environment, out)
+    places = [
+        Place(
+            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
+            partial(benchmark.measure, p, clock=Clock(runs)),
+        )
+        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    _measure_all(places, [*columns, Column("of shared", "of_shared"), Column("of FA2", "of_fa2")], out, found, seconds)
+
+
+@bench.command()
+def staged(
+    out: Out = RESULTS / "staged.json",
+    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
+    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "4096,16384",
+    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
+    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
+    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
+    elements: Annotated[str, typer.Option(help="Of float16 and bfloat16, separated by commas.")] = "float16",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 150.0,
+    wide: Wide = False,
+) -> None:
+    """One ring of slots for K and V: one to four whole tiles or quarters of one; beside FlashAttention-2."""
+    from flashnumba.bench import staged as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    chosen = _words("--elements", elements, ("float16", "bfloat16"))
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    found = _environment("staged", benchmark.environment, out)
+    places = [
+        Place(
+            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
+            partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)),
+        )
+        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    columns += [Column("KB", "shared", 1 / 1024, 1), Column("regs", "registers", digits=0)]
+    columns += [Column("predicted", "predicted_blocks", digits=0), Column("blocks", "blocks", digits=0)]
+    columns += [Column(f"of {benchmark.BASE}", "of_base"), Column("of FA2", "of_fa2")]
+    _measure_all(places, columns, out, found, seconds)
+
+
+@bench.command()
 def decode(
     out: Out = RESULTS / "decode.json",
     batches: Annotated[str, typer.Option(help="Sequences, separated by commas.")] = "1,4,16",
@@ -307,6 +379,45 @@ def decode(
         return {"host": rows}
 
     _measure_all(places, columns, out, found, seconds, host_times)
+
+
+@bench.command()
+def balance(
+    out: Out = RESULTS / "balance.json",
+    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a sequence, separated by commas.")
+    ] = "1024,2048,4096,8192,16384",
+    few: Annotated[str, typer.Option(help="Heads of one sequence, where they are few, separated by commas.")] = "8,16",
+    tokens: Annotated[int, typer.Option(min=1, help="Where heads are many: in all sequences together.")] = 16384,
+    width: Annotated[int, typer.Option(min=1, help="Where heads are many: columns of all of them together.")] = 2048,
+    element: Annotated[str, typer.Option(help="float16 or bfloat16.")] = "float16",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 240.0,
+) -> None:
+    """Causal attention by each schedule, beside what a simulation predicts, FlashAttention-2 and cuDNN."""
+    from flashnumba.bench import balance as benchmark
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    (chosen,) = _words("--element", element, ("float16", "bfloat16"))[:1]
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths), _numbers("--few", few)
+    found = _environment("balance", benchmark.environment, out)
+    models: dict[Any, Any] = {}
+    places = [
+        Place(
+            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}, causal",
+            partial(benchmark.measure, p, names=names, models=models, clock=Clock(runs)),
+        )
+        for p in benchmark.problems(chosen, *sizes, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("predicted", "predicted", 1e3)]
+    columns += [Column("x plain", "of_plain", 1, 2), Column("predicted", "predicted_of_plain", 1, 2)]
+    columns += [Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    columns += [Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")]
+    _measure_all(places, columns, out, found, seconds, lambda: {"models": benchmark.records(models)} if models else {})
 
 
 @bench.command()

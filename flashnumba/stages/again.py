@@ -136,14 +136,14 @@ def _reach(tensor: Any) -> int:
 def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe | None:
     """The recipe ``(q, k, v) -> o`` or ``(o, lse)`` of a plan that was run; None unless on torch tensors on a GPU."""
     from flashnumba.machine import launcher
-    from flashnumba.stages.heads import signature
+    from flashnumba.stages.heads import SCRATCH, signature
 
     if heads.found.kind != "torch-cuda":
         return None
     torch = sys.modules["torch"]
     o, lse = heads.results
     shapes = {"o": (o.shape, o.dtype), "lse": (lse.shape, lse.dtype)}
-    shapes |= {name: (shape, torch.float32) for name, shape in plan.scratch.items()}
+    shapes |= {name: (shape, getattr(torch, SCRATCH[name][0])) for name, shape in plan.scratch.items()}
     new = [_empty(shape, dtype, o.device) for shape, dtype in shapes.values()]
     known = {**heads.arrays, **{name: new[at]() for at, name in enumerate(shapes) if name in plan.scratch}}
     scalars = {"scale": heads.scale, "causal": int(heads.shape.causal)}

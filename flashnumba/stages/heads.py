@@ -25,7 +25,8 @@ from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = ["ARGUMENTS", "MOST_D", "Heads", "Launch", "Plan", "Shape", "forward", "prepare_heads", "signature"]
+__all__ = ["ARGUMENTS", "MOST_D", "SCRATCH", "Heads", "Launch", "Plan", "Shape", "forward", "prepare_heads",
+           "signature"]  # fmt: skip  # fmt: skip
 
 MOST_D = 256
 """Largest head dimension."""
@@ -35,6 +36,8 @@ MOST_APART = 2**23
 EMULATED_MULTIPROCESSORS = 4
 """What a plan that fills a GPU is told of the emulator, where every block costs."""
 ARGUMENTS = ("q", "k", "v", "o", "lse", "scale", "causal")
+SCRATCH = {"acc_parts": ("float32", 5), "m_parts": ("float32", 4), "l_parts": ("float32", 4), "counter": ("int32", 1)}
+"""Arrays that a plan may add: elements and rank, by name. They are packed, and nothing is in them beforehand."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernels to launch one after the other, and the float32 arrays that one leaves for the next, by name and shape."""
+    """Kernels to launch one after the other, and the arrays of :data:`SCRATCH` that one leaves for the next, by name
+    and shape."""
 
     launches: tuple[Launch, ...]
     scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -118,7 +122,7 @@ class Heads:
         }
         with library_stream(self.found, self.stream):
             for name, shape in plan.scratch.items():
-                known[name] = empty_like_kind(self.results[0], shape, "float32")
+                known[name] = empty_like_kind(self.results[0], shape, SCRATCH[name][0])
             for launch in plan.launches:
                 if launch.grid > MOST_BLOCKS:
                     raise ValueError(
@@ -136,13 +140,17 @@ class Heads:
 
 
 def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...]:
-    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed."""
-    plain = {"float32": types.float32, "float16": types.float16, "bfloat16": types.uint16}[element]
+    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed. The o of FP8 is float16."""
+    plain = {
+        "float32": types.float32, "float16": types.float16, "bfloat16": types.uint16, "float8_e4m3fn": types.uint8
+    }[element]  # fmt: skip
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
+    if element == "float8_e4m3fn":
+        known["o"] = types.Array(types.float16, 4, "A")
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
     known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
-    ranks = {"acc_parts": 5, "m_parts": 4, "l_parts": 4}
-    return tuple(known.get(a) or types.Array(types.float32, ranks[a], "C") for a in args)
+    known |= {name: types.Array(getattr(types, kind), rank, "C") for name, (kind, rank) in SCRATCH.items()}
+    return tuple(known[a] for a in args)
 
 
 def prepared(launch: Launch, element: str, machine: str, device: int | None) -> Any:

@@ -7,7 +7,9 @@ the columns ``8 n + 2 c`` and the next::
     acc[(f * columns / 8 + n) * 4 + 2 * half + i]           row state: m[2 f + half], l[2 f + half]
 
 Two such column groups of S are, rounded and packed, one A operand of the product with V, so no lane gives anything
-away.
+away. Rows of K may go to other columns of S than their own (:class:`Order`); then something has to be given away, and
+:mod:`flashnumba.tiles.chain` does it. FP8 rows are read as rows of half as many 16-bit elements: what ldmatrix brings
+for one product is what the other takes.
 
 Exponents are of base 2: with ``factor = |scale| log2 e`` the weight of a key is ``2^((s - m) factor)``, where m is the
 running maximum of s. As one fused multiply-add, ``s factor - (m factor)``, it is off by the rounding of the product in
@@ -46,7 +48,7 @@ from flashnumba.tiles.reduce import lanes_max, lanes_sum
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["ALIGNMENT", "AttentionTiles", "Steps", "factor_of", "log_sum", "make_steps", "share_of"]
+__all__ = ["ALIGNMENT", "NATURAL", "AttentionTiles", "Order", "Steps", "factor_of", "log_sum", "make_steps", "share_of"]
 
 ALIGNMENT = 128
 """Bytes that tiles in shared memory are aligned to."""
@@ -54,6 +56,19 @@ LN_2 = 0.6931471805599453
 SMALLEST = 2.0**-126
 NEAR = 256.0
 """Base-2 exponents up to which the maximum may be rounded when it is subtracted."""
+
+
+class Order(NamedTuple):
+    """Which of 16 keys each column of S is: key ``lane q + tile t + pair i`` is column ``8 t + 2 q + i``, so that of
+    column group t it is value i of the q-th lane of four."""
+
+    lane: int
+    tile: int
+    pair: int
+
+
+NATURAL = Order(2, 8, 1)
+"""Key j in column j."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,7 @@ class AttentionTiles:
             an element, and a branch less.
         q_held: of the ``d / 16`` steps along the head dimension, how many keep Q in registers.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
+        nbytes: of an element of Q, K and V: 2, or 1 for FP8, whose V lies in shared memory by columns.
 
     Raises:
         ValueError: sizes that do not fit one another; the message says which.
@@ -85,21 +101,24 @@ class AttentionTiles:
     subtract: bool = False
     q_held: int = 0
     min_blocks: int = 0
+    nbytes: int = 2
 
     def __post_init__(self) -> None:
         if self.d % 32 or not 32 <= self.d <= 256:
             raise ValueError(f"d is {self.d}; it must be a multiple of 32 from 32 to 256")
+        if self.nbytes not in (1, 2) or (self.nbytes == 1 and (self.d % 64 or self.bn % 64)):
+            raise ValueError(f"nbytes is {self.nbytes}; it must be 2, or 1 with multiples of 64 for d and bn")
         if self.bm % (16 * self.warps) or self.bm <= 0:
             raise ValueError(f"bm is {self.bm}; it must be a multiple of 16 rows for each of {self.warps} warps")
-        at_once = self.threads // (8 if self.d % 64 == 0 else 4)
+        at_once = self.threads // (8 if self.units % 64 == 0 else 4)
         if self.bn % 16 or self.bn <= 0 or self.bn % at_once or self.bm % at_once:
             raise ValueError(
                 f"bm and bn are {self.bm} and {self.bn}; they must be multiples of 16 and of {at_once}, the rows that "
                 f"{self.threads} threads copy at once"
             )
-        if self.slots not in (1, 2, 3, 4) or not 0 <= self.q_held <= self.d // 16:
+        if self.slots not in (1, 2, 3, 4) or not 0 <= self.q_held <= self.units // 16:
             raise ValueError(
-                f"slots is {self.slots} and q_held {self.q_held}; they must be 1 to 4, 0 to {self.d // 16}"
+                f"slots is {self.slots} and q_held {self.q_held}; they must be 1 to 4, 0 to {self.units // 16}"
             )
         if self.accumulators > 200:
             raise ValueError(
@@ -122,14 +141,25 @@ class AttentionTiles:
         return self.frags * (self.d + self.bn + 8 * self.q_held) // 2
 
     @property
+    def units(self) -> int:
+        """Pairs of bytes in a row of Q or K: what tiles are laid out in."""
+        return self.d * self.nbytes // 2
+
+    @property
     def pitch(self) -> int:
-        """Bytes from row to row in shared memory."""
-        return swizzle(self.d).pitch
+        """Bytes from row to row of Q and K in shared memory."""
+        return swizzle(self.units).pitch
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a tile of K, or of V."""
+        by_columns = self.d * swizzle(self.bn // 2).pitch if self.nbytes == 1 else 0
+        return max(self.bn * self.pitch, by_columns)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return ALIGNMENT + self.pitch * (self.bm + 2 * self.slots * self.bn)
+        return ALIGNMENT + self.pitch * self.bm + 2 * self.slots * self.slot
 
 
 class Steps(NamedTuple):
@@ -195,17 +225,26 @@ def log_sum(m, total, factor):
 
 
 @cache
-def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescaled: bool = True) -> Steps:
-    """The steps for float16 or bfloat16; ``rescaled=False`` plants a fault."""
+def make_steps(
+    tiles: AttentionTiles, element: str, arch: str = "80", *, order: Order = NATURAL, rescaled: bool = True
+) -> Steps:  # fmt: skip
+    """The steps for float16 or bfloat16; and for ``float8_e4m3fn`` those that do not concern P or V.
+
+    Args:
+        order: in which K's rows were copied, which the mask must know.
+        rescaled: False plants a fault.
+    """
     d, bn, frags, q_held = tiles.d, tiles.bn, tiles.frags, tiles.q_held
-    lazy, subtract = tiles.lazy, tiles.subtract
-    layout = swizzle(d)
+    lazy, subtract, units = tiles.lazy, tiles.subtract, tiles.units
+    layout = swizzle(units)
     pitch, place, step = layout.pitch, layout.at, layout.step
     multiply = make_multiply(element, arch)
-    pack = vectors(element, 4, arch=arch).pack
+    pack = vectors(element, 4, arch=arch).pack if tiles.nbytes == 2 else None
+    signs = 0x80008000 if tiles.nbytes == 2 else 0x80808080
     quad_max, quad_sum = lanes_max(4), lanes_sum(4)
-    d_groups, n_groups, chunks = d // 8, bn // 8, d // 8
+    d_groups, n_groups, chunks = d // 8, bn // 8, units // 8
     s_regs, a_regs, p_regs, rows = frags * n_groups * 4, frags * 4, frags * n_groups * 2, frags * 2
+    by_lane, by_tile, by_pair = order
 
     @device
     def q_lane(q_tile, warp_row, lane):
@@ -235,7 +274,7 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
             at = place(q_tile, warp_row + int32(index // uint32(chunks)), index % uint32(chunks))
             ld_shared_v4(raw, 0, at)
             for j in range(4):
-                raw[j] ^= uint32(0x80008000)
+                raw[j] ^= uint32(signs)
             st_shared_v4(at, raw, 0)
         syncwarp()  # all of the warp's rows are turned before any lane reads another's
 
@@ -251,7 +290,7 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
         b = cuda.local.array(4, uint32)
         for i in range(s_regs):
             s[i] = float32(0)
-        for k in range(d // 16):
+        for k in range(units // 16):
             if k >= q_held:
                 for f in range(frags):
                     ldmatrix_x4(a, 4 * f, step(q_lane, k) + uint32(f * 16 * pitch))
@@ -277,7 +316,8 @@ def make_steps(tiles: AttentionTiles, element: str, arch: str = "80", *, rescale
             for half in range(2):
                 for n in range(n_groups):
                     for i in range(2):
-                        if 2 * (lane & 3) + int32(8 * n + i) >= visible[2 * f + half]:
+                        key = 16 * (n // 2) + by_tile * (n % 2) + by_pair * i
+                        if by_lane * (lane & 3) + int32(key) >= visible[2 * f + half]:
                             s[(f * n_groups + n) * 4 + 2 * half + i] = float32(NOTHING)
 
     @device

@@ -22,7 +22,7 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
 from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["copies_ahead", "make_copy_tile", "make_waiting"]
+__all__ = ["copies_ahead", "make_copy_chunk", "make_copy_tile", "make_waiting"]
 
 
 def copies_ahead(vector: int, arch: str) -> bool:
@@ -54,7 +54,8 @@ def make_waiting(asynchronous: bool, pending: int, waits: bool = True) -> tuple[
 @cache
 def make_copy_tile(
     rows: int, columns: int, threads: int, vector: int, arch: str = "80", *, even: bool = False, on: bool = True,
-    packed: bool = False,
+    packed: bool = False, order: tuple[int, int, int] | None = None,
+    nbytes: int = 2,
 ) -> DeviceFunction:  # fmt: skip
     """``copy_tile(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
 
@@ -64,7 +65,7 @@ def make_copy_tile(
     128.
 
     Args:
-        rows, columns: of the tile, 16-bit elements; columns are a multiple of 32.
+        rows, columns: of the tile; columns are a multiple of 64 bytes.
         threads: of the block.
         vector: bytes that every row is aligned to and a multiple of, 16, 8 or 4, where ``row_step`` is 0 to 2^23; 2 for
             elements at any distance.
@@ -73,19 +74,41 @@ def make_copy_tile(
         packed: rows are those of several heads in turn. Three arguments follow, ``row0, group, head_step``: row r of
             the tile is row ``(row0 + r) // group`` of head ``(row0 + r) % group``, and there are ``rows_left`` from row
             0 on.
+        order: of each 16 rows, as :class:`flashnumba.tiles.attention.Order` counts them: row ``8 t + 2 q + i`` of the
+            tile is row ``order[0] q + order[1] t + order[2] i`` of the source. As they are if None.
+        nbytes: of an element, 2; or 1 with ``vector`` 16.
 
     Raises:
-        ValueError: the threads do not share out the rows evenly.
+        ValueError: the threads do not share out the rows evenly, or not by the sixteen that an order needs.
     """
-    together = 8 if columns % 64 == 0 else 4
+    elements = 16 // nbytes
+    together = 8 if columns % (8 * elements) == 0 else 4
     rows_at_once = threads // together
-    if columns % 32 or rows % rows_at_once:
+    if nbytes == 1 and vector != 16:
+        raise ValueError(f"vector is {vector}; rows of 8-bit elements are copied 16 bytes at a time")
+    if columns % (4 * elements) or rows % rows_at_once:
         raise ValueError(f"{threads} threads do not share out {rows} rows of {columns} elements")
-    steps, groups = rows // rows_at_once, columns // (8 * together)
-    layout = swizzle(columns, on)
+    if order and rows_at_once % 16:
+        raise ValueError(f"{threads} threads copy {rows_at_once} rows at once; an order takes a multiple of 16")
+    steps, groups = rows // rows_at_once, columns // (elements * together)
+    by_lane, by_tile, by_pair = order or (0, 0, 0)
+    layout = swizzle(columns * nbytes // 2, on)
     place, pitch = layout.at, layout.pitch
-    copy_chunk = _make_copy_chunk(vector, arch)
+    copy_chunk = make_copy_chunk(vector, arch)
     near = vector >= 4
+
+    @device
+    def same_row(row):
+        return row
+
+    @device
+    def row_in_order(row):
+        """``row`` is uint32; of 16 rows, bits 3, 2 and 1, and 0 are t, q and i."""
+        lane, tile, pair = (row >> uint32(1)) & uint32(3), (row >> uint32(3)) & uint32(1), row & uint32(1)
+        inside = lane * uint32(by_lane) + tile * uint32(by_tile) + pair * uint32(by_pair)
+        return uint32((row & uint32(0xFFFFFFF0)) + inside)
+
+    source_row = row_in_order if order else same_row
 
     @device
     def chunk_at(tile, row, chunk, i, g):
@@ -100,9 +123,10 @@ def make_copy_tile(
     def copy_tile(tile, source, row_step, column_step, rows_left, columns_left):
         row = uint32(cuda.threadIdx.x) // uint32(together)
         chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        from_row = source_row(row)
         if near:
             # One 32-bit offset a thread, from bases that all threads share.
-            offset = uint32(row * uint32(row_step) + uint32(16) * chunk)
+            offset = uint32(from_row * uint32(row_step) + uint32(16) * chunk)
         if near and even and rows_left >= rows:
             for i in range(steps):
                 base = source + int64(i * rows_at_once) * row_step
@@ -114,15 +138,15 @@ def make_copy_tile(
                 for g in range(groups):
                     there = int32(16)
                     if not even:
-                        left = int32(columns_left) - int32(8) * int32(chunk) - int32(8 * together * g)
-                        there = min(int32(16), max(int32(0), int32(2) * left))
-                    if int64(row) + int64(i * rows_at_once) >= int64(rows_left):
+                        left = int32(columns_left) - int32(elements) * int32(chunk) - int32(elements * together * g)
+                        there = min(int32(16), max(int32(0), int32(nbytes) * left))
+                    if int64(from_row) + int64(i * rows_at_once) >= int64(rows_left):
                         there = int32(0)
                     if near:
                         origin = source + int64(i * rows_at_once) * row_step + int64(16 * together * g) + int64(offset)
                     else:
                         origin = (
-                            source + (int64(row) + int64(i * rows_at_once)) * row_step
+                            source + (int64(from_row) + int64(i * rows_at_once)) * row_step
                             + (int64(8) * int64(chunk) + int64(8 * together * g)) * column_step
                         )  # fmt: skip
                     copy_chunk(chunk_at(tile, row, chunk, i, g), origin, column_step, there)
@@ -144,7 +168,7 @@ def make_copy_tile(
     return copy_packed if packed else copy_tile
 
 
-def _make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
+def make_copy_chunk(vector: int, arch: str) -> DeviceFunction:
     """``copy_chunk(to, source, column_step, there)``: 16 bytes of which ``there`` exist."""
 
     @device

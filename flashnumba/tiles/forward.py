@@ -22,10 +22,14 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, Steps, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, Steps, factor_of, log_sum, make_steps
+from flashnumba.tiles.chain import P_LOG2, STRIDED, make_chain, order_for
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.fp8 import make_copy_by_columns, with_values_by_columns
 from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide, make_store
+from flashnumba.tiles.schedule import tiles_of_keys
+from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
 
@@ -38,7 +42,7 @@ FAULTS = (
 @cache
 def make_attend(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, traced: bool = False,
-    broken: str = "",
+    chain: str = "registers", broken: str = "",
 ) -> DeviceFunction:  # fmt: skip
     """``attend(q, k, v, o, lse, scale, causal, batch, head, block)``: rows ``tiles.bm * block`` and on of a head.
 
@@ -48,39 +52,52 @@ def make_attend(
 
     Args:
         tiles: with one or two slots.
-        element: float16 or bfloat16.
+        element: float16 or bfloat16; or ``float8_e4m3fn``, whose arrays are uint8, with o in float16, ``vector`` 16, a
+            head dimension that is a multiple of 16, and V as :mod:`flashnumba.tiles.fp8` wants it.
         vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
         traced: ``attend`` takes one argument more, the ``log`` of :mod:`flashnumba.tiles.marks`, and leaves marks. Step
-            j is that of K_j and V_j; slots are K's, then V's.
-        broken: plants one of :data:`FAULTS`.
+            j is that of K_j and V_j; slots are K's, then V's. Only with 16-bit elements and P by registers.
+        chain: how P comes from the first product to the second, of :data:`flashnumba.tiles.chain.WAYS`; it takes
+            :func:`flashnumba.tiles.chain.shared_of` further bytes of shared memory.
+        broken: plants one of :data:`FAULTS`, or of those of the chain.
 
     Raises:
-        ValueError: more than two slots.
+        ValueError: more than two slots, FP8 tiles that leave no room for O, or a kernel that cannot be traced.
     """
     if tiles.slots > 2:
         raise ValueError(f"slots is {tiles.slots}; this schedule has one or two")
+    eight = tiles.nbytes == 1
+    if eight and tiles.bm * swizzle(tiles.d).pitch > tiles.shared - ALIGNMENT:
+        raise ValueError(f"{tiles.bm} rows of {tiles.d} float16 do not fit in the tiles' {tiles.shared} bytes")
+    if traced and (eight or chain != "registers"):
+        raise ValueError(f"a chain by {chain} of {element} leaves no marks; those of 16 bits by registers do")
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch = tiles.pitch
-    steps = make_steps(tiles, element, arch, rescaled=broken != "rescale")
+    order = order_for(chain, tiles.nbytes)
+    steps = make_steps(tiles, element, arch, order=order, rescaled=broken != "rescale")
+    if eight:
+        steps = with_values_by_columns(steps, tiles, element, arch)
     clear, negate_q, load_q, multiply_qk, flatten = (
-        steps.clear,
-        steps.negate_q,
-        steps.load_q,
-        steps.multiply_qk,
-        steps.flatten,
-    )
-    softmax_pv = _make_softmax_pv(tiles, steps, traced)
+        steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten
+    )  # fmt: skip
+    keep, softmax_pv = make_chain(chain, tiles, element, steps, arch, broken)
+    softmax_pv = _make_marked(tiles, steps) if traced else _make_unmarked(softmax_pv)
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
     next_row = int(broken != "causal")
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
-    store = make_store(tiles, element, vector, arch, even=even)
-    copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even)
-    copy_k = make_copy_tile(bn, d, threads, vector, arch, even=even, on=broken != "swizzle")
-    copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even)
-    slot_bytes = bn * pitch
+    store = make_store(tiles, "float16" if eight else element, vector, arch, even=even)
+    copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even, nbytes=tiles.nbytes)
+    copied = None if order == NATURAL else order
+    if broken == "order":
+        copied = None if copied else STRIDED
+    copy_k = make_copy_tile(
+        bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied, nbytes=tiles.nbytes
+    )
+    copy_v = make_copy_by_columns(tiles) if eight else make_copy_tile(bn, d, threads, vector, arch, even=even)
+    slot_bytes, weight, apart = tiles.slot, 2.0**-P_LOG2, eight and broken != "o_barrier"
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
     swapped, no_sign = broken == "stride", broken == "sign"
@@ -94,6 +111,7 @@ def make_attend(
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
         v_tile = k_tile + uint32(slots * slot_bytes)
+        p_tile = v_tile + uint32(slots * slot_bytes)
         lane = int32(cuda.threadIdx.x & 31)
         warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
 
@@ -107,15 +125,15 @@ def make_attend(
         if swapped:
             v_row, v_column = v.strides[3], v.strides[2]
 
-        # Which keys: [0, end) are visible to some row of the block, [0, whole) to all.
-        end, whole = n_rows, n_rows
+        last = tiles_of_keys(block, m_rows, n_rows, bm, bn, causal)
+        whole = n_rows  # keys [0, whole) are visible to all rows of the block
         if causal != 0:
-            end = min(n_rows, max(int64(0), row0 + bm + offset))
             whole = min(n_rows, row0 + offset + next_row)
-        last = (end + (bn - 1)) // bn
 
         factor = factor_of(scale)
         q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
+        kept = cuda.local.array(2, uint32)
+        keep(kept, p_tile, warp_row, lane)
         held = cuda.local.array(q_regs, uint32)
         s = cuda.local.array(s_regs, float32)
         acc = cuda.local.array(o_regs, float32)
@@ -178,14 +196,18 @@ def make_attend(
                     mark(log, COPY, j + 1, 0)
                     copy_k(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
                 commit()
-            softmax_pv(s, acc, m, l, factor, v_lane + here, log, j, slots + (j & (slots - 1)))
+            softmax_pv(s, acc, m, l, factor, v_lane + here, kept, log, j, slots + (j & (slots - 1)))
 
         mark(log, STORE, last, ANY)
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
             if (lane & 3) == 0 and row < m_rows:
+                if eight:
+                    total *= float32(weight)  # without the factor of the weights
                 lse[batch, head, row] = log_sum(m[r], total, factor)
+        if apart:
+            cuda.syncthreads()  # nobody reads K any more: O takes twice the room of Q
         o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 
@@ -196,18 +218,24 @@ def make_attend(
     return attend_marked if traced else attend
 
 
-def _make_softmax_pv(tiles: AttentionTiles, steps: Steps, traced: bool) -> DeviceFunction:
-    """``Steps.softmax_pv`` with ``log, step, slot`` behind its arguments; traced, it leaves marks between its parts."""
-    mark, softmax_pv = make_marks(traced).mark, steps.softmax_pv
+def _make_unmarked(softmax_pv: DeviceFunction) -> DeviceFunction:
+    """A chain's ``softmax_pv`` with ``log, step, slot`` behind its arguments."""
+
+    @device
+    def unmarked(s, acc, m, l, factor, v_lane, kept, log, step, slot):
+        softmax_pv(s, acc, m, l, factor, v_lane, kept)
+
+    return unmarked
+
+
+def _make_marked(tiles: AttentionTiles, steps: Steps) -> DeviceFunction:
+    """``Steps.softmax_pv`` with the same arguments, and marks between its parts."""
+    mark = make_marks(True).mark
     raise_maximum, exponentials, multiply_pv = steps.raise_maximum, steps.exponentials, steps.multiply_pv
     rows, p_regs, k_steps = 2 * tiles.frags, tiles.frags * tiles.bn // 4, tiles.bn // 16
 
     @device
-    def unmarked(s, acc, m, l, factor, v_lane, log, step, slot):
-        softmax_pv(s, acc, m, l, factor, v_lane)
-
-    @device
-    def marked(s, acc, m, l, factor, v_lane, log, step, slot):
+    def marked(s, acc, m, l, factor, v_lane, kept, log, step, slot):
         p = cuda.local.array(p_regs, uint32)
         origin = cuda.local.array(rows, float32)
         mark(log, SOFTMAX, step, ANY)
@@ -219,7 +247,7 @@ def _make_softmax_pv(tiles: AttentionTiles, steps: Steps, traced: bool) -> Devic
             mark(log, PV, step, slot)
             multiply_pv(acc, p, v_lane, k)
 
-    return marked if traced else unmarked
+    return marked
 
 
 def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:

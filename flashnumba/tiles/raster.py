@@ -15,7 +15,18 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.numba import uint32
 
-__all__ = ["make_raster"]
+__all__ = ["in_bands", "make_raster"]
+
+
+@device
+def in_bands(block, rows, cols, height):
+    """(row, col), uint32 each: the tile of block number ``block`` in bands of ``height`` rows; the last band has what
+    is left."""
+    band = uint32(block) // uint32(uint32(height) * uint32(cols))
+    first = uint32(band * uint32(height))
+    here = min(uint32(height), uint32(uint32(rows) - first))
+    within = uint32(uint32(block) - uint32(first * uint32(cols)))
+    return uint32(first + within % here), uint32(within // here)
 
 
 @cache
@@ -28,10 +39,6 @@ def make_raster(height: int) -> DeviceFunction:
 
     @device
     def raster(block, rows, cols):
-        band = uint32(block) // uint32(uint32(height) * uint32(cols))
-        first = uint32(band * uint32(height))
-        here = min(uint32(height), uint32(uint32(rows) - first))
-        within = uint32(uint32(block) - uint32(first * uint32(cols)))
-        return uint32(first + within % here), uint32(within // here)
+        return in_bands(block, rows, cols, height)
 
     return raster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashnumba.bench.runner import Clock, Measured, Size
 
-__all__ = ["ENVIRONMENT", "HostClock", "attention_file", "decode_file", "gemm_file"]
+__all__ = ["ENVIRONMENT", "HostClock", "attention_file", "chain_file", "decode_file", "gemm_file", "staged_file"]
 
 ENVIRONMENT = {"device": "NVIDIA H200", "arch": "90a", "date": "2026-11-29", "torch": "2.11"}
 FA2, CUDNN = "torch, FlashAttention-2", "torch, cuDNN"
@@ -62,6 +62,25 @@ def attention_file(cudnn=True):
     small = Size({"element": "float32", "batch": 4, "heads": 16, "n": 1024, "d": 64, "causal": False})
     small.measured.append(one("simt", 3e-3, flops_per_second=6e12, of_efficient=0.4))
     return held([*sizes, small])
+
+
+def staged_file():
+    size = Size({"element": "float16", "batch": 4, "heads": 16, "n": 4096, "d": 128, "causal": False})
+    size.measured.append(one(FA2, 1e-3, ours=False, flops_per_second=3e14, of_base=None))
+    for name, share, bytes_ in (("tile_2", None, 32896), ("quarter_4", 1.02, 16512)):
+        more = {"shared": bytes_, "registers": 168, "predicted_blocks": 3, "blocks": 3}
+        size.measured.append(one(name, 1e-3, flops_per_second=2.9e14, of_base=share, of_fa2=0.96, **more))
+    return held([size])
+
+
+def chain_file():
+    size = Size({"element": "float16", "batch": 4, "heads": 32, "n": 4096, "d": 64, "causal": False})
+    size.measured += [
+        one(FA2, 1e-3, ours=False, flops_per_second=3e14, of_shared=None),
+        one("shared", 1.2e-3, flops_per_second=2.5e14, of_shared=None),
+        one("registers", 9e-4, flops_per_second=3.3e14, of_shared=1.32),
+    ]
+    return held([size])
 
 
 def decode_file():

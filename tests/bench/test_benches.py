@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashnumba.bench import attention, decode, environment, gemm, heads, planned, softmax, timing
+from flashnumba.bench import attention, chain, decode, environment, gemm, heads, planned, softmax, staged, timing
 from flashnumba.bench.runner import Candidate, Runner, Size, Wrong
 from flashnumba.stages.gemm import simt
 from flashnumba.stages.gemm.problem import Plan, Shape
@@ -132,6 +132,19 @@ def test_attention_beside_torch(element, causal):
     assert size.about["causal"] is causal
 
 
+def test_the_ways_of_a_chain():
+    problem, told = attention.Problem("float16", 1, 2, 40, 32, True), []
+    size = chain.measure(
+        problem, clock=HostClock(), machine="emulator", report=lambda size, m: told.append(m.name)
+    )  # fmt: skip
+    assert told == [m.name for m in size.measured] == [FA2, "shared", "shuffles", "registers", "detour"]
+    assert all(map(right, size.measured)), size.measured
+    shared, registers = size.measured[1], size.measured[3]
+    assert registers.figures["of_shared"] == shared.seconds / registers.seconds and shared.figures["of_shared"] is None
+    assert shared.figures["of_fa2"] == size.measured[0].seconds / shared.seconds
+    assert size.about["d"] == 32 and size.about["causal"]
+
+
 def test_simt_is_measured_on_float32_and_nothing_else_is():
     size = attend("float32", n=20)
     assert [m.name for m in size.measured if m.seconds] == ["torch, plain", "simt"]
@@ -166,6 +179,23 @@ def test_problems_hold_as_many_tokens_and_columns():
     assert {(p.batch * p.n, p.heads * p.d) for p in found} == {(16384, 2048)}
     assert attention.Problem("float16", 16, 32, 1024, 64) in found
     assert [p.batch for p in attention.problems(("float16",), (300,), (50000,), (True,))] == [1]
+
+
+# -- one ring of slots -------------------------------------------------------------------------------------------------
+def test_staged_beside_torch():
+    problem, told = attention.Problem("float16", 1, 2, 40, 32, True), []
+    names = ("quarter_4", "tile_2", "tile_1")
+    size = staged.measure(
+        problem, names=names, clock=HostClock(), machine="emulator", report=lambda size, m: told.append(m.name)
+    )  # fmt: skip
+    assert told == [m.name for m in size.measured] == [FA2, "tile_2", "tile_1", "quarter_4"]
+    assert all(map(right, size.measured)), size.measured
+    fa2, base, _, quarter = size.measured
+    assert quarter.figures["of_base"] == base.seconds / quarter.seconds and base.figures["of_base"] is None
+    assert quarter.figures["of_fa2"] == fa2.seconds / quarter.seconds
+    assert (base.figures["shared"], quarter.figures["shared"]) == (128 + 2 * 8192, 128 + 4 * 2048)
+    assert quarter.figures["blocks"] is None and fa2.figures["shared"] is None
+    assert staged.kernels()[0] == staged.BASE and len(staged.kernels()) == 8
 
 
 # -- decode ------------------------------------------------------------------------------------------------------------

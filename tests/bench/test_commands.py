@@ -7,24 +7,43 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashnumba.bench import attention, decode, gemm, softmax
+from flashnumba.bench import attention, balance, chain, decode, gemm, softmax, staged
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
 from flashnumba.commands import bench
 from tests.bench.fakes import ENVIRONMENT
 
-MODULES = {"softmax": softmax, "gemm": gemm, "attention": attention, "decode": decode}
+MODULES = {
+    "softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "staged": staged,
+    "balance": balance, "decode": decode,
+}  # fmt: skip
 FIGURES = {
     "softmax": {"bytes_per_second": 4.1e12, "of_copy": 0.97, "of_torch": 1.5},
     "gemm": {"flops_per_second": 7.1e14, "of_cublas": 0.951},
     "attention": {"flops_per_second": 3.3e14, "of_fa2": 1.02, "of_cudnn": None},
+    "chain": {"flops_per_second": 3.3e14, "of_shared": 1.18, "of_fa2": None},
+    "staged": {
+        "flops_per_second": 2.9e14,
+        "of_fa2": 0.9,
+        "of_base": 1.01,
+        "shared": 16512,
+        "registers": 168,
+        "predicted_blocks": 3,
+        "blocks": 3,
+    },
     "decode": {"bytes_per_second": 3.9e12, "of_copy": 0.92, "of_equal_copy": 0.98, "of_fa2": 1.1, "of_cudnn": 1.3},
-}
+    "balance": {
+        "flops_per_second": 3e14, "predicted": 2.1e-3, "predicted_of_plain": 1.25, "of_plain": 1.2, "of_fa2": 1.1,
+    },
+}  # fmt: skip
 FEW = {
     "softmax": ["--cols", "128,256", "--elements", "float16"],
     "gemm": ["--sizes", "64,128x32x16", "--elements", "float16"],
     "attention": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no", "--no-simt"],
+    "chain": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
+    "staged": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "decode": ["--batches", "1,2", "--lengths", "64"],
+    "balance": ["--dims", "64", "--lengths", "1024", "--few", "8"],
 }
 PARAMS = pytest.mark.parametrize("name", MODULES)
 
@@ -99,6 +118,14 @@ def test_columns_of_gemm(run):
     assert "float16, 128 x 16 times 16 x 32, majors kn" in lines
 
 
+def test_columns_of_chain(run):
+    lines = run("chain", *FEW["chain"]).output.splitlines()
+    assert "float16, B 16, H 32, N 1024, D 64" in lines
+    at = next(i for i, line in enumerate(lines) if line.lstrip().startswith("kernel"))
+    assert lines[at].split() == ["kernel", "ms", "TFLOP/s", "of", "shared", "of", "FA2", "error"]
+    assert lines[at + 2].split()[:5] == ["ours", "2.000", "330.0", "1.180", "-"]
+
+
 def test_columns_of_attention_and_decode(run):
     lines = run("attention", *FEW["attention"]).output.splitlines()
     assert "float16, B 16, H 32, N 1024, D 64" in lines
@@ -110,6 +137,13 @@ def test_columns_of_attention_and_decode(run):
     assert ours.split()[:7] == ["ours", "2000.0", "3.90", "0.920", "0.980", "1.100", "1.300"]
     assert any(line.split()[-2:] == ["flashnumba.attention", "12.3"] for line in lines)
     assert any(line.split()[-3:] == ["flashnumba.attention", "-", "no"] for line in lines)
+
+
+def test_columns_of_balance(run):
+    lines = run("balance", *FEW["balance"]).output.splitlines()
+    assert "float16, B 1, H 8, N 1024, D 64, causal" in lines and "float16, B 16, H 32, N 1024, D 64, causal" in lines
+    ours = next(line for line in lines if line.startswith("  ours"))
+    assert ours.split()[:8] == ["ours", "2.000", "2.100", "1.20", "1.25", "300.0", "1.100", "-"]
 
 
 @PARAMS
@@ -143,6 +177,12 @@ def test_what_is_measured_by_default(run):
     assert len(problems) == 19 and problems[-1] == attention.SMALL
     assert {(p.element, p.batch * p.n, p.heads * p.d) for p in problems[:-1]} == {("float16", 16384, 2048)}
     run.asked.clear()
+    run("chain")
+    found = [sizes[0] for sizes, _, _ in run.asked]
+    assert [(p.d, p.causal, p.n) for p in found] == [
+        (d, causal, n) for d in (64, 128) for causal in (False, True) for n in (4096, 16384)
+    ]
+    run.asked.clear()
     run("decode")
     assert [(sizes[0].n, sizes[0].batch) for sizes, _, _ in run.asked] == [
         (n, batch) for n in (8192, 32768, 131072) for batch in (1, 4, 16)
@@ -175,6 +215,7 @@ def test_kernels_majors_and_variants_reach_the_bench(run):
         ("attention", ["--causal", "maybe"], "--causal has maybe; they must be of no, yes"),
         ("attention", ["--lengths", "-1"], "--lengths is '-1'; it must be positive integers"),
         ("attention", ["--kernels", "split"], "--kernels has split; they must be of simt, mma"),
+        ("chain", ["--elements", "float32"], "--elements has float32; they must be of float16, bfloat16"),
         ("decode", ["--heads", "6", "--kv-heads", "4"], "--heads is 6 and --kv-heads 4; the second must divide"),
         ("decode", ["--batches", "1,,2"], "--batches is '1,,2'; it must be positive integers"),
     ],

@@ -116,7 +116,7 @@ class Torch(SimpleNamespace):
     """Stands for the module torch: it hands out addresses, and its current stream on device d is 1000 + d."""
 
     def __init__(self):
-        names = ("float16", "bfloat16", "float32", "int64", "uint64")
+        names = ("float16", "bfloat16", "float32", "int32", "int64", "uint64")
         super().__init__(Tensor=Tensor, **{name: f"torch.{name}" for name in names})
         self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 1000 + device)
         self.made, self.zeroed, self.grad = [], [], True

@@ -23,11 +23,11 @@ from flashnumba.machine.emulator.faults import (
     UninitialisedRead,
     UnsupportedInstruction,
 )
-from flashnumba.machine.emulator.launch import Report, launch
+from flashnumba.machine.emulator.launch import Report, as_python, launch
 
 __all__ = [
     "AccumulatorInFlight", "BarrierMismatch", "Deadlock", "DivergentBarrier", "DivergentCollective", "EarlyAccess",
     "Fault", "LaunchLimit", "MbarrierMisuse", "Misaligned", "MissingFence", "MissingProxyFence", "OutOfBounds",
     "OverwriteInFlight", "Race", "ReadInFlight", "ReadOnly", "RegisterPool", "Report", "UnfinishedCopy",
-    "UninitialisedRead", "UnsupportedInstruction", "launch",
+    "UninitialisedRead", "UnsupportedInstruction", "as_python", "launch",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange
 from flashnumba.machine.instruction import Instruction, runs_on
 
-__all__ = ["SHARED_LIMIT", "Launch", "Names", "Report", "launch"]
+__all__ = ["SHARED_LIMIT", "Launch", "Names", "Report", "as_python", "launch"]
 
 SHARED_LIMIT = {"75": 65536, "80": 166912, "86": 101376, "89": 101376, "90": 232448, "100": 232448, "120": 101376}
 """Bytes of shared memory a block may have, by compute capability (CUDA programming guide, table of technical
@@ -239,26 +240,38 @@ def translated(kernel: Kernel, arch: str, names: Names) -> Callable[..., Any]:
     and set of names."""
     key = ("emulator", arch, names.title)
     if key not in kernel.cache:
-        memo: dict[int, Any] = {}
-
-        def substitute(value: Any) -> Any:
-            if value is room.cuda:
-                return names.cuda
-            if value is math:
-                return names.math
-            if isinstance(value, room.types.Type):
-                return CASTS.get(value, value)
-            if isinstance(value, (Instruction, DeviceFunction)):
-                key = id(value)
-                if key not in memo:
-                    if isinstance(value, Instruction):
-                        memo[key] = names.bind(value, arch)
-                    else:
-                        # A function that calls itself finds this while its own copy is being made.
-                        memo[key] = lambda *args: memo[key](*args)
-                        memo[key] = exchange(value.function, substitute, names.builtins)
-                return memo[key]
-            return value
-
-        kernel.cache[key] = exchange(kernel.function, substitute, names.builtins)
+        kernel.cache[key] = exchange(kernel.function, _meanings(arch, names), names.builtins)
     return kernel.cache[key]
+
+
+@cache
+def as_python(function: DeviceFunction) -> Callable[..., Any]:
+    """A device function that computes with numbers alone, as a Python function: the code that a kernel runs, called
+    without one. Casts cut integers to their width. What needs a thread, such as an instruction, fails."""
+    return exchange(function.function, _meanings("90a", Launch.names), BUILTINS)
+
+
+def _meanings(arch: str, names: Names) -> Callable[[Any], Any]:
+    """What a name's value is exchanged for on the emulator."""
+    memo: dict[int, Any] = {}
+
+    def substitute(value: Any) -> Any:
+        if value is room.cuda:
+            return names.cuda
+        if value is math:
+            return names.math
+        if isinstance(value, room.types.Type):
+            return CASTS.get(value, value)
+        if isinstance(value, (Instruction, DeviceFunction)):
+            key = id(value)
+            if key not in memo:
+                if isinstance(value, Instruction):
+                    memo[key] = names.bind(value, arch)
+                else:
+                    # A function that calls itself finds this while its own copy is being made.
+                    memo[key] = lambda *args: memo[key](*args)
+                    memo[key] = exchange(value.function, substitute, names.builtins)
+            return memo[key]
+        return value
+
+    return substitute

@@ -3,7 +3,8 @@
 Beside ``simt`` it changes three things. Products run on tensor cores (16 x 8 x 16, float16 or bfloat16 in, float32
 out). Each warp owns whole rows, so nothing of S or P leaves registers. K and V come by asynchronous copies into
 swizzled shared memory, while the products of the step before run. A block attends to one tile of rows:
-:func:`flashnumba.tiles.forward.make_attend`, which other stages vary. The longest blocks of a causal head start first.
+:func:`flashnumba.tiles.forward.make_attend`, which other stages vary. Which one, its schedule says: under a causal mask
+the longest first (:mod:`flashnumba.tiles.schedule`).
 
 What a query may not see has weight 0; 0 times a NaN or infinity in V is NaN all the same where the tile is computed.
 
@@ -16,13 +17,15 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.numba import cuda, int64, uint32, uint64
+from flashnumba.machine.function import Kernel, kernel
+from flashnumba.machine.numba import cuda, uint32, uint64
 from flashnumba.stages.flash_forward import split
 from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, make_attend, tier, tiles_for
 from flashnumba.tiles.marks import LOG, make_marks
+from flashnumba.tiles.schedule import SCHEDULES
+from flashnumba.tiles.scheduled import make_place, make_scheduled
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
@@ -32,52 +35,52 @@ __all__ = ["PLANS", "TRACED", "compile_cases", "make_mma", "plan_mma"]
 
 @cache
 def make_mma(
-    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, traced: bool = False,
-    broken: str = "",
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, schedule: str = "longest_first",
+    even: bool = True, traced: bool = False, broken: str = "",
 ) -> Kernel:  # fmt: skip
-    """The kernel for float16 or bfloat16; arguments as :func:`flashnumba.tiles.forward.make_attend`."""
-    bm = tiles.bm
-    attend = make_attend(tiles, element, vector, arch, even=even, traced=traced, broken=broken)
+    """The kernel for float16 or bfloat16; arguments as :func:`flashnumba.tiles.scheduled.make_scheduled`.
+
+    Args:
+        traced: leaves marks, written into an argument ``trace``; of a schedule with one piece a block.
+    """
+    if not traced:
+        return make_scheduled(
+            tiles, element, vector, arch, schedule=schedule, even=even, name="flash_forward.mma", broken=broken
+        )
+    place = make_place(tiles, element, SCHEDULES[schedule].piece)
+    attend = make_attend(tiles, element, vector, arch, even=even, traced=True, broken=broken)
     start, _, finish = make_marks(traced)
-
-    @device
-    def place(q, causal):
-        """(head of all batches, tile of rows): the tiles of a head follow one another, a causal one's longest first."""
-        blocks = (q.shape[2] + (bm - 1)) // bm
-        head = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
-        block = int64(uint32(cuda.blockIdx.x) % uint32(blocks))
-        if causal != 0:
-            block = blocks - 1 - block
-        return head, block
-
-    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.mma")
-    def mma(q, k, v, o, lse, scale, causal):
-        head, block = place(q, causal)
-        attend(q, k, v, o, lse, scale, causal, head // q.shape[1], head % q.shape[1], block)
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_forward.mma traced")
     def mma_traced(q, k, v, o, lse, scale, causal, trace):
         log = cuda.local.array(LOG, uint64)
         start(log, trace)
-        head, block = place(q, causal)
-        attend(q, k, v, o, lse, scale, causal, head // q.shape[1], head % q.shape[1], block, log)
+        batch, head, tile, _ = place(q, k, causal, uint32(cuda.blockIdx.x))
+        attend(q, k, v, o, lse, scale, causal, batch, head, tile, log)
         finish(log, trace)
 
-    return mma_traced if traced else mma
+    return mma_traced
 
 
 def plan_mma(shape: Shape, *, traced: bool = False) -> Plan:
-    """One block for each tile of rows of each head; ``traced``: with marks, written into an argument ``trace``.
+    """A block for each tile of rows of each head; ``traced``: with marks, written into an argument ``trace``.
 
     Raises:
         ValueError: float32, or bfloat16 below sm_80.
     """
     check_element(shape.element, shape.arch)
-    tiles = tiles_for(shape.d, shape.arch, shape.vector)
-    kernel = make_mma(tiles, shape.element, shape.vector, tier(shape.arch), even=shape.d == tiles.d, traced=traced)
-    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    tiles, schedule = tiles_for(shape.d, shape.arch, shape.vector), schedule_for(shape)
+    kernel = make_mma(
+        tiles, shape.element, shape.vector, tier(shape.arch), schedule=schedule, even=shape.d == tiles.d, traced=traced
+    )  # fmt: skip
+    blocks = SCHEDULES[schedule].blocks(-(-shape.m // tiles.bm), shape.heads * shape.batch)
     args = (*ARGUMENTS, "trace") if traced else ARGUMENTS
     return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared, args),))
+
+
+def schedule_for(shape: Shape) -> str:
+    """The schedule's name. Longest first serves all shapes: without a mask it is head after head."""
+    return "longest_first"
 
 
 PLANS: dict[str, Planner] = {"mma": plan_mma, "split": split.plan_split}

@@ -258,14 +258,15 @@ def one_odd_row(n: int, d: int, dtype=np.float16) -> Case:
 # -- launching and judging ---------------------------------------------------------------------------------------------
 def run(
     plan: heads.Planner, case: Case, machine: str = "emulator", *, seed: int = 0, arch: str = "90a",
-    o_strides: tuple[int, ...] | None = None, checks: bool = True,
+    o_strides: tuple[int, ...] | None = None, checks: bool = True, stored: list[int] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """(o, lse) of a plan's launches, with outputs and scratch full of NaN, the outputs between guard bands.
+    """(o, lse) of a plan's launches, with outputs and scratch full of junk, the outputs between guard bands.
 
     Args:
         plan: a planner of a stage's ``PLANS``, or any function from a shape to a plan.
         seed, arch, checks: of the emulator; a GPU has its own architecture.
         o_strides: in elements; packed if None.
+        stored: gets, on the emulator, the bytes that each launch stored.
 
     Raises:
         Fault: of the emulator.
@@ -276,7 +277,7 @@ def run(
     o, lse = Guarded(case.q.shape, case.q.dtype, o_strides), Guarded(case.q.shape[:3], np.float32)
     scale = heads.check_scale(case.scale, shape.d)
     known = {"q": case.q, "k": case.k, "v": case.v, "o": o.array, "lse": lse.array}
-    known |= {name: np.full(size, NAN, np.float32) for name, size in planned.scratch.items()}
+    known |= {name: junk(size, heads.SCRATCH[name][0]) for name, size in planned.scratch.items()}
     scalars = {"scale": np.float32(scale), "causal": np.int32(case.causal)}
     for launch in planned.launches:
         args = tuple(host_view(known[a]) if a in known else scalars[a] for a in launch.args)
@@ -285,13 +286,20 @@ def run(
             ready(launch.grid, launch.threads, args)
         else:
             options = {"seed": seed, "arch": arch, "checks": checks}
-            launcher.launch(
+            report = launcher.launch(
                 launch.kernel, launch.grid, launch.threads, args, shared=launch.shared, machine=machine,
                 emulate=options,
             )  # fmt: skip
+            if stored is not None and report is not None:
+                stored.append(report.stored)
     o.check("o")
     lse.check("lse")
     return o.array, lse.array
+
+
+def junk(shape: tuple[int, ...], element: str) -> np.ndarray:
+    """What may be in memory that nobody has written: NaN, or large integers."""
+    return np.full(shape, NAN if element.startswith("float") else 0x5EAF00D, element)
 
 
 def plan_for(make: Callable[[heads.Shape], heads.Launch]) -> heads.Planner:

@@ -1,0 +1,70 @@
+"""The stage: its real cases, every rung on them, its figure, and the budget that it draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from flashnumba.ladder import find, measure
+from flashnumba.machine import compiler
+from flashnumba.machine.gate import budget_of
+from flashnumba.machine.occupancy import machine_of
+from flashnumba.stages.flash_forward.reference import dense
+from flashnumba.stages.staged_buffers import mma, panels, plans, registers_allowed
+
+STAGE = find("staged_buffers")
+
+
+@pytest.mark.parametrize("where", ["emulator", "cuda"])
+def test_cases(where):
+    cases = STAGE.cases(where, False)
+    for case in cases:
+        q, k, v, causal = (case.inputs[name] for name in ("q", "k", "v", "causal"))
+        expected, _ = dense(q, k, v, causal=bool(causal))
+        np.testing.assert_allclose(case.reference, expected, rtol=1e-10, atol=1e-13)
+    assert [bool(case.inputs["causal"]) for case in cases] == [False, True]
+    for rung in STAGE.kernels:
+        assert sum(rung.takes(case) for case in cases) == 1, "one small case a kernel"
+    assert [rung.name for rung in STAGE.kernels] == list(plans()) == list(mma.TRACED)
+
+
+def test_every_rung_is_within_its_budget_and_they_are_drawn(machine, tmp_path):
+    results = [
+        measure(STAGE, rung, case, machine)
+        for case in STAGE.cases(machine, False)
+        for rung in STAGE.rungs
+        if rung.takes(case)
+    ]
+    assert {(result.rung.name, result.verdict) for result in results} == {(rung.name, "ok") for rung in STAGE.rungs}
+    STAGE.figure(results, tmp_path / "figure.png")
+    picture = imread(tmp_path / "figure.png")
+    assert picture.shape[0] > 500
+    assert picture[..., :3].std() > 0.05
+
+
+def test_what_fits():
+    allowed = registers_allowed(128)
+    assert {machine: set(of.values()) for machine, of in allowed.items()} == {"notes": {256}, "80": {168}, "90": {168}}
+    fits = {m: {n: panels.blocks_of(n, m, allowed[m][n]) for n in plans()} for m in panels.MACHINES}
+    assert [blocks for blocks, _ in fits["notes"].values()] == [3, 2, 1, 1, 3, 3, 3, 3]
+    assert [blocks for blocks, _ in fits["90"].values()] == [3] * 8
+    assert fits["80"]["tile_4"] == (2, ("shared memory",)) and fits["80"]["quarter_4"][0] == 3
+
+
+@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
+def test_the_registers_that_are_drawn_are_those_that_the_compiler_keeps_to():
+    case = next(case for case in mma.compile_cases() if case.name.startswith("staged_buffers.quarter_4 float16 d 128"))
+    made = compiler.compile_kernel(case.kernel, case.signature, "90a")
+    assert made.registers <= registers_allowed(128)["90"]["quarter_4"]
+    assert budget_of(case, made).blocks == 3
+    assert case.shared <= machine_of("notes").shared_within(3), "21 KB"
+
+
+@pytest.mark.parametrize(("stages", "cut"), mma.KERNELS.values())
+def test_a_schedule_is_drawn_step_by_step(stages, cut):
+    axes = Figure().subplots()
+    panels.draw_schedule(axes, stages, cut, 3)
+    named = [text.get_text() for text in axes.texts]
+    assert len(named) == len(set(named)) == (7 if cut == "tile" else 28), "each slice once"
