@@ -1,0 +1,102 @@
+"""The gradients of attention on tensor cores, FlashAttention-2 style: mma.sync, cp.async, weights in registers.
+
+Beside ``simt`` products run on tensor cores, float16 or bfloat16 in, float32 out; P and dS are rounded to the inputs'
+type before their products. Two ways:
+
+``mma``
+    each row's numbers, then dQ by rows (:mod:`~flashnumba.stages.backward.mma_dq`), then dK and dV by keys
+    (:mod:`~flashnumba.stages.backward.mma_dkdv`): seven products, no atomics, the same bits every time, memory for
+    three numbers a row.
+
+Source: Dao, FlashAttention-2, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flashnumba.stages.backward.mma_dkdv import make_dkdv
+from flashnumba.stages.backward.mma_dq import make_dq
+from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles
+from flashnumba.stages.backward.problem import ROWS, Launch, Plan, Planner, Shape, rows_scratch, signature
+from flashnumba.stages.backward.rows import launch_rows
+from flashnumba.tiles.forward import tier
+
+if TYPE_CHECKING:
+    from flashnumba.machine.compiler import CompileCase
+
+__all__ = ["PLANS", "compile_cases", "launch_dkdv", "launch_dq", "plan_mma"]
+
+DQ = ("q", "k", "v", "do", "dq", *ROWS, "scale", "causal")
+DKDV = ("q", "k", "v", "do", "dk", "dv", *ROWS, "scale", "causal")
+
+
+def check_element(element: str, arch: str) -> None:
+    """ValueError if tensor cores do not multiply these elements in the way that is needed here."""
+    if element == "float32":
+        raise ValueError("q is float32; tensor cores would round it to 11 bits: use backward.simt")
+    if element == "bfloat16" and tier(arch) == "75":
+        raise ValueError(f"q is bfloat16, and sm_{arch} has no product for it: use backward.simt")
+
+
+def launch_dq(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") -> Launch:
+    """A block for each tile of rows; the kernel is that of the shape's architecture unless ``arch`` says otherwise."""
+    even = shape.d == tiles.d
+    kernel = make_dq(tiles, shape.element, shape.vector, arch or tier(shape.arch), even=even, broken=broken)
+    blocks = -(-shape.m // tiles.own) * shape.heads * shape.batch
+    return Launch(kernel, blocks, tiles.threads, tiles.shared, DQ)
+
+
+def launch_dkdv(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") -> tuple[Launch, ...]:
+    """A block for each tile of keys; two kernels where tiles have one result."""
+    blocks = -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
+    kernels = [
+        make_dkdv(
+            tiles, shape.element, shape.vector, arch or tier(shape.arch), even=shape.d == tiles.d, which=which,
+            broken=broken,
+        )
+        for which in (("dk dv",) if tiles.results == 2 else ("dk", "dv"))
+    ]  # fmt: skip
+    return tuple(Launch(kernel, blocks, tiles.threads, tiles.shared, DKDV) for kernel in kernels)
+
+
+def plan_mma(shape: Shape) -> Plan:
+    """Each row's numbers, dQ, and dK with dV.
+
+    Raises:
+        ValueError: float32, or bfloat16 below sm_80.
+    """
+    check_element(shape.element, shape.arch)
+    of_rows, of_keys = dq_tiles(shape.d, shape.arch, shape.vector), dkdv_tiles(shape.d, shape.arch, shape.vector)
+    launches = (launch_rows(shape), launch_dq(shape, of_rows), *launch_dkdv(shape, of_keys))
+    return Plan(launches, rows_scratch(shape))
+
+
+PLANS: dict[str, Planner] = {"mma": plan_mma}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Kernels as they are launched, for the compiler's tables and gates."""
+    from flashnumba.machine.compiler import CompileCase
+
+    def cases(element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16) -> Iterator[CompileCase]:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, vector=vector, arch=chosen_for[0])
+        width = "" if vector == 16 else f" by {vector} bytes"
+        for launch in plan_mma(shape).launches[1:]:
+            title = f"{launch.kernel.name} {element} d {d}{width}, tiles for sm_{chosen_for[0]}"
+            yield CompileCase(
+                title, launch.kernel, signature(element, launch.args), launch.threads, launch.shared,
+                chosen_for=chosen_for,
+            )  # fmt: skip
+
+    for d in (32, 64, 96, 128, 192, 256):
+        yield from cases("float16", d, ("90a",))
+    yield from cases("bfloat16", 128, ("90a",))
+    for d, vector in ((100, 8), (33, 2), (255, 2)):
+        yield from cases("float16", d, ("90a", "120a"), vector)
+    for d in (64, 128, 256):
+        yield from cases("float16", d, ("80",))
+        yield from cases("float16", d, ("86", "89", "120a"))
+        yield from cases("float16", d, ("100a",))
+        yield from cases("float16", d, ("75",))

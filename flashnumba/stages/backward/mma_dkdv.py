@@ -1,0 +1,330 @@
+"""dK and dV on tensor cores: a block owns rows of K and V and walks over the queries of all heads that read them.
+
+::
+
+    S^T = K Q_i^T | P^T = 2^((S^T - origin) factor - bias) | dV += P^T dO_i
+    dP^T = V dO_i^T | dS^T = P^T o (dP^T - delta) | dK += dS^T Q_i
+
+Transposed, the accumulators of S and dP are, rounded, A operands of the products that follow, with no exchange between
+lanes. Q_i and dO_i are read twice each, in rows and, transposed by ldmatrix, in columns; they come by asynchronous
+copies under the products of the step before, with delta, origin and bias of their rows.
+
+The heads of a group follow one another inside the block, so that dK and dV are sums in a fixed order: no atomics, the
+same bits every time. ``results`` of the tiles being 1, a kernel makes one of the two and leaves out what the other
+needs.
+
+``sums`` asks for dQ in the same pass, five products instead of seven: dS^T goes through shared memory, each warp
+multiplies part of it with K, and adds the result to ``sums`` by atomics, in the order in which blocks come: not the
+same bits every time. There an accumulator lies as threads hold it, 128 bytes side by side for a warp. ::
+
+    sums[((head of all batches * row tiles + i) * registers + r) * threads + t]
+
+Source: Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2; its ``flash_bwd_kernel.h`` has such a buffer for dQ.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.instructions import (
+    ld_shared_v2_f32,
+    ldmatrix_x4_trans,
+    shared_address,
+    st_shared_b32,
+)
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
+from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_tiles import Tiles
+from flashnumba.tiles.attention import ALIGNMENT
+from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.swizzle import swizzle
+from flashnumba.tiles.tensor import make_multiply
+
+__all__ = ["FAULTS", "make_dkdv"]
+
+FAULTS = (
+    "barrier", "free", "wait", "swizzle", "tail", "causal", "start", "scale", "delta", "group", "stride", "exchange",
+)  # fmt: skip
+"""What can be planted; "free" is the barrier before a single slot is filled again, "exchange" the one between dS in
+shared memory and its readers, "start" begins a causal walk a step late, "group" takes its first head alone."""
+
+
+@cache
+def make_dkdv(
+    tiles: Tiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, which: str = "dk dv",
+    broken: str = "",
+) -> Kernel:  # fmt: skip
+    """The kernel for float16 or bfloat16; arguments as :func:`flashnumba.tiles.forward.make_attend`, and ``which``,
+    "dk dv", "dk" or "dv". With ``tiles.exchange`` it adds to dQ as well.
+
+    A launch has a block for each ``tiles.own`` keys of each head of k, ``tiles.threads`` and ``tiles.shared``.
+    """
+    d, own, other, frags, slots, groups = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.slots, tiles.other // 8
+    threads, exchange = tiles.threads, tiles.exchange
+    parts = make_parts(tiles, element, vector, arch, even=even, waits=broken != "wait", swizzled=broken != "swizzle")
+    copy_own, copy_other, copy_statistics = parts.copy_own, parts.copy_other, parts.copy_statistics
+    wait, commit, weight, pack, clear, store = (
+        parts.wait, parts.commit, parts.weight, parts.pack, parts.clear, parts.store,
+    )  # fmt: skip
+    lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
+    multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
+    to_do = slots * tiles.slot_bytes  # from a tile of Q to that of dO
+    own_bytes, slot_bytes, statistics_bytes = tiles.own_bytes, tiles.slot_bytes, tiles.statistics_bytes
+    rows_held, s_regs, acc_regs, p_regs = 2 * frags, frags * other // 2, frags * d // 2, frags * other // 4
+    makes_dk, makes_dv = "dk" in which.split(), "dv" in which.split()
+    dk_regs, dv_regs = (acc_regs if makes else frags * d // 2 for makes in (makes_dk, makes_dv))
+    no_barrier, no_free, no_tail, no_causal, late = (
+        broken == name for name in ("barrier", "free", "tail", "causal", "start")
+    )
+    no_scale, no_delta, first_only, swapped, no_exchange = (
+        broken == name for name in ("scale", "delta", "group", "stride", "exchange")
+    )
+    scatter_ds, add_dq = make_dq_parts(tiles, element, arch) if exchange else (None, None)
+
+    @device
+    def copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row):
+        m_rows, columns = q.shape[2], q.shape[3]
+        batch, head, row = int64(batch), int64(head), int64(row)
+        do_row = q.strides[2] if swapped else do.strides[2]
+        q_from = address_of(q, batch, head, row)
+        do_from = address_of(do, batch, head, int64(0)) + row * do_row
+        copy_other(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row, columns)
+        copy_other(do_tile, do_from, do_row, do.strides[3], m_rows - row, columns)
+        first = (batch * q.shape[1] + head) * m_rows + row
+        copy_statistics(statistics, delta, origin, bias, first, m_rows - row)
+
+    @device
+    def weigh(s, statistics, factor):
+        """``statistics`` is the address of the lane's first column."""
+        begin = cuda.local.array(2, float32)
+        shift = cuda.local.array(2, float32)
+        for n in range(groups):
+            ld_shared_v2_f32(begin, 0, statistics + uint32(4 * (other + 8 * n)))
+            ld_shared_v2_f32(shift, 0, statistics + uint32(4 * (2 * other + 8 * n)))
+            for i in range(2):
+                bias2 = shift[i] * float32(LOG2_E)
+                for r in range(rows_held):
+                    at = ((r // 2) * groups + n) * 4 + 2 * (r % 2) + i
+                    s[at] = weight(s[at], begin[i], factor, bias2)
+
+    @device
+    def hide(p, first_row, key, rows_left, keys_left, causal, lane):
+        """No weight beyond the last row or key, nor if causal of a row before the key's first.
+
+        All int32 and counted from the step's first row: ``first_row`` the one that first sees the lane's first key,
+        which is ``key`` of the block's.
+        """
+        for r in range(rows_held):
+            down = int32(16 * (r // 2) + 8 * (r % 2))
+            first = int32(0)
+            if causal != 0 and not no_causal:
+                first = first_row + down
+            if key + down >= keys_left:
+                first = int32(other)
+            for n in range(groups):
+                for i in range(2):
+                    column = 2 * (lane & int32(3)) + int32(8 * n + i)
+                    if (column < first or column >= rows_left) and not no_tail:
+                        p[((r // 2) * groups + n) * 4 + 2 * (r % 2) + i] = float32(0)
+
+    @device
+    def differ(dp, p, statistics):
+        mean = cuda.local.array(2, float32)
+        for n in range(groups):
+            ld_shared_v2_f32(mean, 0, statistics + uint32(32 * n))
+            for i in range(2):
+                for r in range(rows_held):
+                    at = ((r // 2) * groups + n) * 4 + 2 * (r % 2) + i
+                    dp[at] = p[at] * (dp[at] if no_delta else dp[at] - mean[i])
+
+    @device
+    def body(q, k, v, do, dk, dv, delta, origin, bias, sums, scale, causal):
+        smem = cuda.shared.array(0, uint8)
+        k_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
+        v_tile = k_tile + uint32(own_bytes)
+        q_tile = v_tile + uint32(own_bytes)
+        do_tile = q_tile + uint32(slots * slot_bytes)
+        ds_tile = do_tile + uint32(slots * slot_bytes)
+        statistics = ds_tile + uint32(tiles_exchange)
+        lane = int32(cuda.threadIdx.x & 31)
+        warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
+
+        m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
+        blocks = (n_rows + (own - 1)) // own
+        index = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
+        block = int32(uint32(cuda.blockIdx.x) % uint32(blocks))  # a causal head's longest come first by themselves
+        batch, head_kv = int32(index // k.shape[1]), int32(index % k.shape[1])
+        key0, offset = int64(block) * int64(own), n_rows - m_rows
+        group = q.shape[1] // k.shape[1]
+
+        # Which rows: from begin on some see a key of the block, from whole on all see all.
+        begin, whole = int32(0), int32(0)
+        if causal != 0:
+            begin = int32(max(int64(0), key0 - offset) // other * other)
+            whole = int32(max(int64(0), key0 + (own - 1) - offset))
+            if late:
+                begin += int32(other)
+        if key0 + own > n_rows:
+            whole = int32(m_rows)
+        steps = int32(
+            max(int64(0), (m_rows - begin + (other - 1)) // other) * (min(int64(1), group) if first_only else group)
+        )
+
+        keys_left, diagonal = int32(n_rows - key0), int32(key0 - offset)
+        factor = scale * float32(LOG2_E)
+        held = cuda.local.array(1, uint32)
+        s = cuda.local.array(s_regs, float32)
+        dp = cuda.local.array(s_regs, float32)
+        p = cuda.local.array(p_regs, uint32)
+        ds = cuda.local.array(p_regs, uint32)
+        dk_acc = cuda.local.array(dk_regs, float32)
+        dv_acc = cuda.local.array(dv_regs, float32)
+        clear(dk_acc)
+        clear(dv_acc)
+        k_lane, q_lane = lane_of_own(k_tile, warp_row, lane), lane_of_rows(q_tile, lane)
+        q_columns = lane_of_columns(q_tile, lane)
+
+        copy_own(
+            k_tile,
+            address_of(k, int64(batch), int64(head_kv), key0),
+            k.strides[2],
+            k.strides[3],
+            int64(keys_left),
+            columns,
+        )
+        if makes_dk:
+            copy_own(
+                v_tile,
+                address_of(v, int64(batch), int64(head_kv), key0),
+                v.strides[2],
+                v.strides[3],
+                int64(keys_left),
+                columns,
+            )
+        head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
+        if steps > 0:
+            copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
+        commit()
+        for j in range(int32(0), steps):
+            row, here, at_statistics = coming, uint32(0), statistics
+            if exchange:
+                tile = (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + row // other
+            coming = int32(coming + int32(other))
+            if coming >= m_rows:
+                head, coming = int32(head + int32(1)), begin
+            if slots == 2:
+                here = uint32(j & 1) * uint32(slot_bytes)
+                at_statistics += uint32(j & 1) * uint32(statistics_bytes)
+            wait()
+            if not no_barrier:
+                cuda.syncthreads()  # the step's tiles are there for all, and nobody reads the slots filled next
+            if slots == 2:
+                if j + 1 < steps:
+                    there = uint32(slot_bytes) - here
+                    copy_step(
+                        q_tile + there, do_tile + there, statistics + uint32((j + 1) & 1) * uint32(statistics_bytes),
+                        q, do, delta, origin, bias, batch, head, coming,
+                    )  # fmt: skip
+                commit()
+            lane_statistics = at_statistics + uint32(8 * (lane & 3))
+            multiply(s, held, k_lane, q_lane + here)
+            weigh(s, lane_statistics, factor)
+            if row < whole or row + other > m_rows:
+                key = int32(warp_row + (lane >> int32(2)))
+                hide(s, int32(diagonal + key - row), key, int32(int32(m_rows) - row), keys_left, causal, lane)
+            if makes_dv:
+                for i in range(other // 16):
+                    pack(s, p, i)
+                    accumulate(dv_acc, p, q_columns + here + uint32(to_do), i)
+            if makes_dk:
+                multiply(dp, held, k_lane + uint32(own_bytes), q_lane + here + uint32(to_do))
+                differ(dp, s, lane_statistics)
+                for i in range(other // 16):
+                    pack(dp, ds, i)
+                if exchange:
+                    scatter_ds(ds_tile, ds, warp_row, lane)
+                for i in range(other // 16):
+                    accumulate(dk_acc, ds, q_columns + here, i)
+                if exchange:
+                    if not no_exchange:
+                        cuda.syncthreads()  # dS is there for all, before a warp multiplies all keys' with K
+                    add_dq(sums, tile, ds_tile, k_tile, lane)
+            if slots == 1:
+                if not no_free:
+                    cuda.syncthreads()  # nobody reads the step's tiles any more
+                if j + 1 < steps:
+                    copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, coming)
+                commit()
+
+        wait()  # also where no row sees a key and nobody waited for K and V
+        cuda.syncthreads()  # K and V are there and nobody reads them any more, before their tiles are written to
+        if makes_dk:
+            to = address_of(dk, int64(batch), int64(head_kv), int64(block) * int64(own))
+            factor_out = float32(1) if no_scale else scale
+            store(
+                to, dk.strides[2], dk.strides[3], dk_acc, factor_out, k_tile, warp_row, lane, int64(keys_left), columns
+            )
+        if makes_dv:
+            to = address_of(dv, int64(batch), int64(head_kv), int64(block) * int64(own))
+            store(
+                to, dv.strides[2], dv.strides[3], dv_acc, float32(1), v_tile, warp_row, lane, int64(keys_left), columns
+            )
+
+    tiles_exchange = tiles.exchange_bytes
+
+    @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name=f"backward.mma {which}")
+    def mma_dkdv(q, k, v, do, dk, dv, delta, origin, bias, scale, causal):
+        body(q, k, v, do, dk, dv, delta, origin, bias, None, scale, causal)
+
+    @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name="backward.one_pass")
+    def one_pass(q, k, v, do, dk, dv, delta, origin, bias, sums, scale, causal):
+        body(q, k, v, do, dk, dv, delta, origin, bias, sums, scale, causal)
+
+    return one_pass if exchange else mma_dkdv
+
+
+@cache
+def make_dq_parts(tiles: Tiles, element: str, arch: str):
+    """``scatter_ds(ds_tile, ds, warp_row, lane)`` and ``add_dq(sums, tile, ds_tile, k_tile, lane)``.
+
+    dS^T lies in shared memory as keys x queries. A warp has 16 queries and ``d / halves`` columns of dQ.
+    """
+    d, own, other, frags, threads = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.threads
+    keys, across = swizzle(other), d // tiles.halves
+    place, k_place, k_pitch = keys.at, swizzle(d).at, swizzle(d).pitch
+    product = make_multiply(element, arch)
+    registers, row_warps = tiles.dq_registers, other // 16
+
+    @device
+    def scatter_ds(ds_tile, ds, warp_row, lane):
+        for k in range(other // 16):
+            for f in range(frags):
+                for i in range(2):
+                    for half in range(2):
+                        at = place(ds_tile, warp_row + 16 * f + 8 * half + (lane >> 2), 2 * k + i)
+                        st_shared_b32(at + uint32(4 * (lane & 3)), ds[4 * frags * k + 4 * f + 2 * i + half])
+
+    @device
+    def add_dq(sums, tile, ds_tile, k_tile, lane):
+        acc = cuda.local.array(registers, float32)
+        a = cuda.local.array(4, uint32)
+        b = cuda.local.array(4, uint32)
+        warp = uint32(cuda.threadIdx.x) >> uint32(5)
+        chunk = uint32(2) * (warp % uint32(row_warps))
+        first = (warp // uint32(row_warps)) * uint32(across // 8)
+        for i in range(registers):
+            acc[i] = float32(0)
+        a_lane = place(ds_tile, (lane & 7) + 8 * (lane >> 4), chunk + uint32((lane >> 3) & 1))
+        for k in range(own // 16):
+            ldmatrix_x4_trans(a, 0, a_lane + uint32(k * 16 * keys.pitch))
+            for n in range(across // 16):
+                b_lane = k_place(k_tile, lane & 15, first + uint32(2 * n) + uint32(lane >> 4))
+                ldmatrix_x4_trans(b, 0, b_lane + uint32(k * 16 * k_pitch))
+                product(acc, 8 * n, a, 0, b, 0)
+                product(acc, 8 * n + 4, a, 0, b, 2)
+        base = tile * (other * d) + int64(cuda.threadIdx.x)
+        for i in range(registers):
+            cuda.atomic.add(sums, base + int64(i * threads), acc[i])
+
+    return scatter_ds, add_dq

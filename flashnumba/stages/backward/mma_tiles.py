@@ -1,0 +1,150 @@
+"""Sizes of the kernels in ``mma``, and which a problem gets.
+
+A warp owns ``frags`` fragments of 16 rows of its block's and holds for them S, dP and one or two accumulators. With two
+fragments a warp reads each tile of the others half as often from shared memory, which is what these kernels wait for;
+where the accumulators leave room for one only, a block has more warps. For d above 128 dK and dV do not fit together:
+each then has a kernel of its own, and S is made once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles
+from flashnumba.tiles.swizzle import swizzle
+
+__all__ = ["MOST_SHARED", "Tiles", "dkdv_tiles", "dq_tiles"]
+
+MOST_SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KB of shared memory that a block may have, by architecture."""
+STATISTICS = 3
+"""Numbers that kernels keep of each row: delta, origin and bias."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a kernel of gradients on tensor cores.
+
+    Attributes:
+        d: head dimension that is computed, a multiple of 32; the user's may be smaller.
+        own: rows a block, of Q for dQ, of K for dK and dV.
+        other: rows a step, of K for dQ, of Q for dK and dV.
+        warps: a block; each owns ``own / warps`` rows, a multiple of 16.
+        slots: steps whose tiles shared memory holds: with two, copies travel under the products of the step before.
+        results: accumulators, 2 for dK and dV in one kernel.
+        min_blocks: blocks a multiprocessor that the compiler leaves registers for.
+        exchange: dS goes through shared memory as well, for dQ in the same pass.
+
+    Raises:
+        ValueError: sizes that do not fit one another; the message says which.
+    """
+
+    d: int
+    own: int
+    other: int
+    warps: int = 4
+    slots: int = 2
+    results: int = 1
+    min_blocks: int = 1
+    exchange: bool = False
+
+    def __post_init__(self) -> None:
+        if self.slots not in (1, 2) or self.results not in (1, 2):
+            raise ValueError(f"slots is {self.slots} and results {self.results}; they must be 1 or 2")
+        if self.accumulators > 200:
+            raise ValueError(
+                f"{self.own} x {self.other} tiles by {self.warps} warps take {self.accumulators} registers for S, dP "
+                f"and {self.results} results; 200 leave room for the rest"
+            )
+        if self.exchange and (self.d % (8 * self.halves * 2) or self.warps % (self.other // 16) or self.other % 64):
+            raise ValueError(
+                f"other is {self.other} and d {self.d}; to share out dQ, {self.warps} warps must be a multiple of "
+                "other / 16, other of 64, and d of 16 for each warp in a row"
+            )
+        _ = self.steps  # checks the rest
+
+    @property
+    def steps(self) -> AttentionTiles:
+        """The sizes as those of the forward's steps, whose rows of Q are the block's own and whose keys the others."""
+        return AttentionTiles(self.d, self.own, self.other, self.warps, min(self.slots, 2))
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def frags(self) -> int:
+        """Fragments of 16 rows a warp."""
+        return self.own // (16 * self.warps)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a thread for S, dP and the results."""
+        return self.frags * (2 * self.other + self.results * self.d) // 2
+
+    @property
+    def halves(self) -> int:
+        """Warps side by side that share the columns of dQ, where it is made in the same pass."""
+        return max(1, self.warps * 16 // self.other)
+
+    @property
+    def dq_registers(self) -> int:
+        """Registers a thread for dQ of a step, where it is made in the same pass."""
+        return self.other * self.d // self.threads
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of each of the block's two tiles."""
+        return self.own * swizzle(self.d).pitch
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each of the two tiles of a step."""
+        return self.other * swizzle(self.d).pitch
+
+    @property
+    def statistics_bytes(self) -> int:
+        return 4 * STATISTICS * self.other
+
+    @property
+    def exchange_bytes(self) -> int:
+        return self.own * 2 * self.other if self.exchange else 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        tiles = 2 * self.own_bytes + 2 * self.slots * self.slot_bytes + self.exchange_bytes
+        return ALIGNMENT + tiles + self.slots * self.statistics_bytes
+
+
+def most_shared(arch: str) -> int:
+    """Bytes of shared memory a block of an architecture."""
+    return 1024 * MOST_SHARED.get(int(arch.rstrip("a")), 99)
+
+
+def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
+    """Tiles of the kernel of dQ."""
+    d, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
+    if most < 99 * 1024:
+        return Tiles(d, 64, 32, slots=1) if d <= 128 else Tiles(d, 32, 16, warps=2, slots=1)
+    if d <= 64 and not narrow:
+        return Tiles(d, 128, 64, min_blocks=2)
+    if d <= 128:
+        return Tiles(d, 64 if narrow else 128, 32)
+    return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
+
+
+def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
+    """Tiles of the kernel of dK and dV; where ``results`` is 1 each has its own."""
+    d, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
+    if most < 99 * 1024:
+        if d <= 128:
+            return Tiles(d, 64, 32, slots=1, results=2)
+        return Tiles(d, 32, 16, warps=2, slots=1)
+    if d <= 64 and not narrow:
+        return Tiles(d, 128, 32, results=2, min_blocks=2)
+    if d <= 128:
+        if narrow:
+            return Tiles(d, 64, 32, results=2)
+        return Tiles(d, 128, 64, warps=8, slots=2 if most > 99 * 1024 else 1, results=2)
+    return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
