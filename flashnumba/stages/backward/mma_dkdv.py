@@ -155,14 +155,14 @@ def make_dkdv(
         index = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
         block = int32(uint32(cuda.blockIdx.x) % uint32(blocks))  # a causal head's longest come first by themselves
         batch, head_kv = int32(index // k.shape[1]), int32(index % k.shape[1])
-        key0, offset = int64(block) * int64(own), n_rows - m_rows
+        key0, offset = int32(block * int32(own)), int32(n_rows - m_rows)
         group = q.shape[1] // k.shape[1]
 
         # Which rows: from begin on some see a key of the block, from whole on all see all.
         begin, whole = int32(0), int32(0)
         if causal != 0:
-            begin = int32(max(int64(0), key0 - offset) // other * other)
-            whole = int32(max(int64(0), key0 + (own - 1) - offset))
+            begin = int32(max(int32(0), int32(key0 - offset)) // int32(other) * int32(other))
+            whole = max(int32(0), int32(key0 + int32(own - 1) - offset))
             if late:
                 begin += int32(other)
         if key0 + own > n_rows:
@@ -171,7 +171,6 @@ def make_dkdv(
             max(int64(0), (m_rows - begin + (other - 1)) // other) * (min(int64(1), group) if first_only else group)
         )
 
-        keys_left, diagonal = int32(n_rows - key0), int32(key0 - offset)
         factor = scale * float32(LOG2_E)
         held = cuda.local.array(1, uint32)
         s = cuda.local.array(s_regs, float32)
@@ -187,19 +186,19 @@ def make_dkdv(
 
         copy_own(
             k_tile,
-            address_of(k, int64(batch), int64(head_kv), key0),
+            address_of(k, int64(batch), int64(head_kv), int64(key0)),
             k.strides[2],
             k.strides[3],
-            int64(keys_left),
+            n_rows - int64(key0),
             columns,
         )
         if makes_dk:
             copy_own(
                 v_tile,
-                address_of(v, int64(batch), int64(head_kv), key0),
+                address_of(v, int64(batch), int64(head_kv), int64(key0)),
                 v.strides[2],
                 v.strides[3],
-                int64(keys_left),
+                n_rows - int64(key0),
                 columns,
             )
         head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
@@ -232,7 +231,15 @@ def make_dkdv(
             weigh(s, lane_statistics, factor)
             if row < whole or row + other > m_rows:
                 key = int32(warp_row + (lane >> int32(2)))
-                hide(s, int32(diagonal + key - row), key, int32(int32(m_rows) - row), keys_left, causal, lane)
+                hide(
+                    s,
+                    int32(key0 - offset + key - row),
+                    key,
+                    int32(int32(m_rows) - row),
+                    int32(int32(n_rows) - key0),
+                    causal,
+                    lane,
+                )
             if makes_dv:
                 for i in range(other // 16):
                     pack(s, p, i)
@@ -260,15 +267,33 @@ def make_dkdv(
         wait()  # also where no row sees a key and nobody waited for K and V
         cuda.syncthreads()  # K and V are there and nobody reads them any more, before their tiles are written to
         if makes_dk:
-            to = address_of(dk, int64(batch), int64(head_kv), int64(block) * int64(own))
+            to = address_of(dk, int64(batch), int64(head_kv), int64(key0))
             factor_out = float32(1) if no_scale else scale
             store(
-                to, dk.strides[2], dk.strides[3], dk_acc, factor_out, k_tile, warp_row, lane, int64(keys_left), columns
+                to,
+                dk.strides[2],
+                dk.strides[3],
+                dk_acc,
+                factor_out,
+                k_tile,
+                warp_row,
+                lane,
+                n_rows - int64(key0),
+                columns,
             )
         if makes_dv:
-            to = address_of(dv, int64(batch), int64(head_kv), int64(block) * int64(own))
+            to = address_of(dv, int64(batch), int64(head_kv), int64(key0))
             store(
-                to, dv.strides[2], dv.strides[3], dv_acc, float32(1), v_tile, warp_row, lane, int64(keys_left), columns
+                to,
+                dv.strides[2],
+                dv.strides[3],
+                dv_acc,
+                float32(1),
+                v_tile,
+                warp_row,
+                lane,
+                n_rows - int64(key0),
+                columns,
             )
 
     tiles_exchange = tiles.exchange_bytes
