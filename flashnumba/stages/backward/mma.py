@@ -7,6 +7,10 @@ type before their products. Two ways:
     each row's numbers, then dQ by rows (:mod:`~flashnumba.stages.backward.mma_dq`), then dK and dV by keys
     (:mod:`~flashnumba.stages.backward.mma_dkdv`): seven products, no atomics, the same bits every time, memory for
     three numbers a row.
+``one_pass``
+    dK, dV and dQ in one kernel, five products: blocks of keys add to dQ by atomics, in a float32 buffer of its size
+    that is cleared before and rounded after. NOT the same bits every time, as float32 sums depend on their order. For
+    d up to 128.
 
 Source: Dao, FlashAttention-2, arXiv 2307.08691.
 """
@@ -18,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from flashnumba.stages.backward.mma_dkdv import make_dkdv
 from flashnumba.stages.backward.mma_dq import make_dq
-from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles
+from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
+from flashnumba.stages.backward.one_pass import make_clear, make_finish
 from flashnumba.stages.backward.problem import ROWS, Launch, Plan, Planner, Shape, rows_scratch, signature
 from flashnumba.stages.backward.rows import launch_rows
 from flashnumba.tiles.forward import tier
@@ -30,6 +35,7 @@ __all__ = ["PLANS", "compile_cases", "launch_dkdv", "launch_dq", "plan_mma"]
 
 DQ = ("q", "k", "v", "do", "dq", *ROWS, "scale", "causal")
 DKDV = ("q", "k", "v", "do", "dk", "dv", *ROWS, "scale", "causal")
+ONE_PASS = ("q", "k", "v", "do", "dk", "dv", *ROWS, "sums", "scale", "causal")
 
 
 def check_element(element: str, arch: str) -> None:
@@ -73,7 +79,34 @@ def plan_mma(shape: Shape) -> Plan:
     return Plan(launches, rows_scratch(shape))
 
 
-PLANS: dict[str, Planner] = {"mma": plan_mma}
+def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") -> Plan:
+    """One pass with some tiles."""
+    arch, even = arch or tier(shape.arch), shape.d == tiles.d
+    clear = make_clear("all" if broken != "clear" else "")
+    make = make_dkdv(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
+    finish = make_finish(tiles, shape.element, arch, pairs=shape.d % 2 == 0, broken=broken)
+    row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
+    sums, blocks = row_tiles * tiles.other * tiles.d, -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
+    launches = (
+        launch_rows(shape),
+        Launch(clear, -(-sums // (4 * clear.threads)), clear.threads, 0, ("sums",)),
+        Launch(make, blocks, tiles.threads, tiles.shared, ONE_PASS),
+        Launch(finish, row_tiles, tiles.threads, 0, ("sums", "dq", "scale")),
+    )
+    return Plan(launches, {**rows_scratch(shape), "sums": (sums,)})
+
+
+def plan_one_pass(shape: Shape) -> Plan:
+    """Each row's numbers, zeros for dQ, the pass, and dQ rounded.
+
+    Raises:
+        ValueError: float32, bfloat16 below sm_80, or d above 128.
+    """
+    check_element(shape.element, shape.arch)
+    return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector))
+
+
+PLANS: dict[str, Planner] = {"mma": plan_mma, "one_pass": plan_one_pass}
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -83,7 +116,10 @@ def compile_cases() -> Iterator[CompileCase]:
     def cases(element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16) -> Iterator[CompileCase]:
         shape = Shape(element, 1, 1, 1, 4096, 4096, d, vector=vector, arch=chosen_for[0])
         width = "" if vector == 16 else f" by {vector} bytes"
-        for launch in plan_mma(shape).launches[1:]:
+        launches = plan_mma(shape).launches[1:]
+        if d <= 128 and chosen_for[0] != "75":
+            launches += plan_one_pass(shape).launches[2:]
+        for launch in launches:
             title = f"{launch.kernel.name} {element} d {d}{width}, tiles for sm_{chosen_for[0]}"
             yield CompileCase(
                 title, launch.kernel, signature(element, launch.args), launch.threads, launch.shared,

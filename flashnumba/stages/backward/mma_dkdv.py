@@ -171,6 +171,7 @@ def make_dkdv(
             max(int64(0), (m_rows - begin + (other - 1)) // other) * (min(int64(1), group) if first_only else group)
         )
 
+        row_tiles = (m_rows + (other - 1)) // other
         factor = scale * float32(LOG2_E)
         held = cuda.local.array(1, uint32)
         s = cuda.local.array(s_regs, float32)
@@ -184,23 +185,10 @@ def make_dkdv(
         k_lane, q_lane = lane_of_own(k_tile, warp_row, lane), lane_of_rows(q_tile, lane)
         q_columns = lane_of_columns(q_tile, lane)
 
-        copy_own(
-            k_tile,
-            address_of(k, int64(batch), int64(head_kv), int64(key0)),
-            k.strides[2],
-            k.strides[3],
-            n_rows - int64(key0),
-            columns,
-        )
+        left, batch64, head64 = n_rows - int64(key0), int64(batch), int64(head_kv)
+        copy_own(k_tile, address_of(k, batch64, head64, int64(key0)), k.strides[2], k.strides[3], left, columns)
         if makes_dk:
-            copy_own(
-                v_tile,
-                address_of(v, int64(batch), int64(head_kv), int64(key0)),
-                v.strides[2],
-                v.strides[3],
-                n_rows - int64(key0),
-                columns,
-            )
+            copy_own(v_tile, address_of(v, batch64, head64, int64(key0)), v.strides[2], v.strides[3], left, columns)
         head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
         if steps > 0:
             copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
@@ -208,7 +196,7 @@ def make_dkdv(
         for j in range(int32(0), steps):
             row, here, at_statistics = coming, uint32(0), statistics
             if exchange:
-                tile = (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + row // other
+                tile = int32((int64(batch) * q.shape[1] + int64(head)) * row_tiles + int64(row) // other)
             coming = int32(coming + int32(other))
             if coming >= m_rows:
                 head, coming = int32(head + int32(1)), begin
@@ -317,7 +305,9 @@ def make_dq_parts(tiles: Tiles, element: str, arch: str):
     """
     d, own, other, frags, threads = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.threads
     keys, across = swizzle(other), d // tiles.halves
-    place, k_place, k_pitch = keys.at, swizzle(d).at, swizzle(d).pitch
+    place, ds_pitch = keys.at, keys.pitch
+    k_place, k_step, k_pitch = swizzle(d).at, swizzle(d).step, swizzle(d).pitch
+    walks = across % 64 == 0  # whole 128 bytes lie before a warp's columns
     product = make_multiply(element, arch)
     registers, row_warps = tiles.dq_registers, other // 16
 
@@ -341,14 +331,18 @@ def make_dq_parts(tiles: Tiles, element: str, arch: str):
         for i in range(registers):
             acc[i] = float32(0)
         a_lane = place(ds_tile, (lane & 7) + 8 * (lane >> 4), chunk + uint32((lane >> 3) & 1))
+        b_lane = k_place(k_tile, lane & 15, uint32(lane >> 4)) + uint32(16) * first
         for k in range(own // 16):
-            ldmatrix_x4_trans(a, 0, a_lane + uint32(k * 16 * keys.pitch))
+            ldmatrix_x4_trans(a, 0, a_lane + uint32(k * 16 * ds_pitch))
             for n in range(across // 16):
-                b_lane = k_place(k_tile, lane & 15, first + uint32(2 * n) + uint32(lane >> 4))
-                ldmatrix_x4_trans(b, 0, b_lane + uint32(k * 16 * k_pitch))
+                if walks:
+                    ldmatrix_x4_trans(b, 0, k_step(b_lane, n) + uint32(k * 16 * k_pitch))
+                else:
+                    b_chunk = k_place(k_tile, lane & 15, first + uint32(2 * n) + uint32(lane >> 4))
+                    ldmatrix_x4_trans(b, 0, b_chunk + uint32(k * 16 * k_pitch))
                 product(acc, 8 * n, a, 0, b, 0)
                 product(acc, 8 * n + 4, a, 0, b, 2)
-        base = tile * (other * d) + int64(cuda.threadIdx.x)
+        base = int64(tile) * (other * d) + int64(cuda.threadIdx.x)
         for i in range(registers):
             cuda.atomic.add(sums, base + int64(i * threads), acc[i])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["MOST_SHARED", "Tiles", "dkdv_tiles", "dq_tiles"]
+__all__ = ["MOST_SHARED", "Tiles", "dkdv_tiles", "dq_tiles", "one_pass_tiles"]
 
 MOST_SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KB of shared memory that a block may have, by architecture."""
@@ -56,10 +56,10 @@ class Tiles:
                 f"{self.own} x {self.other} tiles by {self.warps} warps take {self.accumulators} registers for S, dP "
                 f"and {self.results} results; 200 leave room for the rest"
             )
-        if self.exchange and (self.d % (8 * self.halves * 2) or self.warps % (self.other // 16) or self.other % 64):
+        if self.exchange and (self.results != 2 or self.warps % (self.other // 16) or self.d % (16 * self.halves)):
             raise ValueError(
-                f"other is {self.other} and d {self.d}; to share out dQ, {self.warps} warps must be a multiple of "
-                "other / 16, other of 64, and d of 16 for each warp in a row"
+                f"other is {self.other} and d {self.d}; to share out dQ beside two results, {self.warps} warps must be "
+                "a multiple of other / 16, and d of 16 for each of the warps in a row"
             )
         _ = self.steps  # checks the rest
 
@@ -132,6 +132,22 @@ def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     if d <= 128:
         return Tiles(d, 64 if narrow else 128, 32)
     return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
+
+
+def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
+    """Tiles of the kernel that makes all three.
+
+    Raises:
+        ValueError: no tiles hold dK and dV together and dS beside them.
+    """
+    padded, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
+    if d > 128 or most < 99 * 1024:
+        raise ValueError(f"d is {d} on sm_{arch}; one pass holds dK and dV together up to 128, from sm_80 on")
+    if padded <= 64:
+        return Tiles(padded, 64 if narrow else 128, 32, results=2, exchange=True)
+    if narrow or most < 163 * 1024:
+        return Tiles(padded, 64, 32, results=2, exchange=True)
+    return Tiles(128, 128, 64, warps=8, results=2, exchange=True)  # for 96 columns registers are found no better
 
 
 def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
