@@ -129,6 +129,8 @@ def compile_cases() -> Iterator[CompileCase]:
     for d in (32, 64, 96, 128, 192, 256):
         yield from cases("float16", d, ("90a",))
     yield from cases("bfloat16", 128, ("90a",))
+    yield from cases("float16", 120, ("90a",))
+    yield from cases("float16", 56, ("90a",))
     for d, vector in ((100, 8), (33, 2), (255, 2)):
         yield from cases("float16", d, ("90a", "120a"), vector)
     for d in (64, 128, 256):

@@ -28,6 +28,7 @@ from functools import cache
 
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import (
+    lane_id,
     ld_shared_v2_f32,
     ldmatrix_x4_trans,
     shared_address,
@@ -238,13 +239,13 @@ def make_dkdv(
                 for i in range(other // 16):
                     pack(dp, ds, i)
                 if exchange:
-                    scatter_ds(ds_tile, ds, warp_row, lane)
+                    scatter_ds(ds_tile, ds, warp_row)
                 for i in range(other // 16):
                     accumulate(dk_acc, ds, q_columns + here, i)
                 if exchange:
                     if not no_exchange:
                         cuda.syncthreads()  # dS is there for all, before a warp multiplies all keys' with K
-                    add_dq(sums, tile, ds_tile, k_tile, lane)
+                    add_dq(sums, tile, ds_tile, k_tile)
             if slots == 1:
                 if not no_free:
                     cuda.syncthreads()  # nobody reads the step's tiles any more
@@ -299,20 +300,21 @@ def make_dkdv(
 
 @cache
 def make_dq_parts(tiles: Tiles, element: str, arch: str):
-    """``scatter_ds(ds_tile, ds, warp_row, lane)`` and ``add_dq(sums, tile, ds_tile, k_tile, lane)``.
+    """``scatter_ds(ds_tile, ds, warp_row)`` and ``add_dq(sums, tile, ds_tile, k_tile)``.
 
-    dS^T lies in shared memory as keys x queries. A warp has 16 queries and ``d / halves`` columns of dQ.
+    dS^T lies in shared memory as keys x queries. Of dQ a warp has 16 queries and every ``halves``-th 16 columns.
+    Both ask for their lane anew: addresses made of it then take no registers while S and dP need them all.
     """
     d, own, other, frags, threads = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.threads
-    keys, across = swizzle(other), d // tiles.halves
+    keys, halves = swizzle(other), tiles.halves
     place, ds_pitch = keys.at, keys.pitch
     k_place, k_step, k_pitch = swizzle(d).at, swizzle(d).step, swizzle(d).pitch
-    walks = across % 64 == 0  # whole 128 bytes lie before a warp's columns
     product = make_multiply(element, arch)
     registers, row_warps = tiles.dq_registers, other // 16
 
     @device
-    def scatter_ds(ds_tile, ds, warp_row, lane):
+    def scatter_ds(ds_tile, ds, warp_row):
+        lane = int32(lane_id())
         for k in range(other // 16):
             for f in range(frags):
                 for i in range(2):
@@ -321,25 +323,21 @@ def make_dq_parts(tiles: Tiles, element: str, arch: str):
                         st_shared_b32(at + uint32(4 * (lane & 3)), ds[4 * frags * k + 4 * f + 2 * i + half])
 
     @device
-    def add_dq(sums, tile, ds_tile, k_tile, lane):
+    def add_dq(sums, tile, ds_tile, k_tile):
+        lane = int32(lane_id())
         acc = cuda.local.array(registers, float32)
         a = cuda.local.array(4, uint32)
         b = cuda.local.array(4, uint32)
         warp = uint32(cuda.threadIdx.x) >> uint32(5)
         chunk = uint32(2) * (warp % uint32(row_warps))
-        first = (warp // uint32(row_warps)) * uint32(across // 8)
         for i in range(registers):
             acc[i] = float32(0)
         a_lane = place(ds_tile, (lane & 7) + 8 * (lane >> 4), chunk + uint32((lane >> 3) & 1))
-        b_lane = k_place(k_tile, lane & 15, uint32(lane >> 4)) + uint32(16) * first
+        b_lane = k_place(k_tile, lane & 15, uint32(2) * (warp // uint32(row_warps)) + uint32(lane >> 4))
         for k in range(own // 16):
             ldmatrix_x4_trans(a, 0, a_lane + uint32(k * 16 * ds_pitch))
-            for n in range(across // 16):
-                if walks:
-                    ldmatrix_x4_trans(b, 0, k_step(b_lane, n) + uint32(k * 16 * k_pitch))
-                else:
-                    b_chunk = k_place(k_tile, lane & 15, first + uint32(2 * n) + uint32(lane >> 4))
-                    ldmatrix_x4_trans(b, 0, b_chunk + uint32(k * 16 * k_pitch))
+            for n in range(d // 16 // halves):
+                ldmatrix_x4_trans(b, 0, k_step(b_lane, halves * n) + uint32(k * 16 * k_pitch))
                 product(acc, 8 * n, a, 0, b, 0)
                 product(acc, 8 * n + 4, a, 0, b, 2)
         base = int64(tile) * (other * d) + int64(cuda.threadIdx.x)

@@ -147,7 +147,7 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
         return Tiles(padded, 64 if narrow else 128, 32, results=2, exchange=True)
     if narrow or most < 163 * 1024:
         return Tiles(padded, 64, 32, results=2, exchange=True)
-    return Tiles(128, 128, 64, warps=8, results=2, exchange=True)  # for 96 columns registers are found no better
+    return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
 
 
 def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:

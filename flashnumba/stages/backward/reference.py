@@ -24,8 +24,8 @@ The limits.
 
 - A row that sees no key has lse = -inf; its dQ is 0, and it adds nothing to dK and dV.
 - lse in float32 says where the scores of its row lie to 2^-24 of its size. Up to :data:`NEAR` that is less than the
-  rounding of 16-bit weights; at scores of 1e5 it is 0.4 % of each weight of the row. So beyond it kernels take the
-  row's maximum and sum from Q and K anew, as :func:`low_precision` does.
+  rounding of 16-bit weights; at scores of 1e5 it is 0.4 % of each weight of the row. So beyond it the row's
+  maximum and sum are taken from Q and K anew, here and in kernels.
 - What a row may not see does not count, but 0 * NaN is NaN: where a row of do, or a key that some rows do not see,
   holds no number, it depends on the tiles of a kernel which other gradients are none.
 
@@ -121,6 +121,7 @@ def blocked(
     q, do = q.astype(inside), do.astype(inside)  # [..., H, M, D], [..., H, M, D]
     k_of, v_of = (_of_query_heads(x, q).astype(inside) for x in (k, v))  # [..., H, N, D], [..., H, N, D]
     shift = delta_of(o, do, inside) - (0 if dlse is None else dlse)  # [..., H, M]
+    lse = _lse_anew(q, k_of, scale, mask, lse, block)  # [..., H, M]
     origin = np.where(lse == -np.inf, np.inf, lse).astype(inside)  # [..., H, M]  weights of an empty row are 0
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k_of), np.zeros_like(v_of)
     for start in range(0, n, block):
@@ -134,6 +135,23 @@ def blocked(
             dk[..., keys, :] = scale * (ds.swapaxes(-1, -2) @ q)  # [..., H, block, D]
             dq += scale * (ds @ k_of[..., keys, :])  # [..., H, M, D]
     return dq, _over_group(dk, k), _over_group(dv, v)
+
+
+def _lse_anew(
+    q: np.ndarray, k: np.ndarray, scale: float, mask: np.ndarray, lse: np.ndarray, block: int
+) -> np.ndarray:  # fmt: skip
+    """lse, and beyond :data:`NEAR` what the scores say of it in the precision of q: ``[..., H, M]``."""
+    far = np.isfinite(lse) & (np.abs(np.where(np.isfinite(lse), lse, 0)) > NEAR)  # [..., H, M]
+    if not far.any():
+        return lse  # [..., H, M]
+    anew = np.full(lse.shape, -np.inf, q.dtype)  # [..., H, M]
+    for start in range(0, k.shape[-2], block):
+        keys = slice(start, start + block)
+        with np.errstate(invalid="ignore", over="ignore"):
+            s = scale * (q @ k[..., keys, :].swapaxes(-1, -2))  # [..., H, M, block]
+            s = np.where(mask[:, keys], s, -np.inf)  # [..., H, M, block]
+            anew = np.logaddexp(anew, np.logaddexp.reduce(s, -1))  # [..., H, M]
+    return np.where(far, anew, lse)  # [..., H, M]
 
 
 def low_precision(
