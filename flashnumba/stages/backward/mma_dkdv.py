@@ -172,7 +172,6 @@ def make_dkdv(
             max(int64(0), (m_rows - begin + (other - 1)) // other) * (min(int64(1), group) if first_only else group)
         )
 
-        row_tiles = (m_rows + (other - 1)) // other
         factor = scale * float32(LOG2_E)
         held = cuda.local.array(1, uint32)
         s = cuda.local.array(s_regs, float32)
@@ -191,13 +190,14 @@ def make_dkdv(
         if makes_dk:
             copy_own(v_tile, address_of(v, batch64, head64, int64(key0)), v.strides[2], v.strides[3], left, columns)
         head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
+        tile = int32(
+            (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + int64(begin) // other
+        )
         if steps > 0:
             copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
         commit()
         for j in range(int32(0), steps):
             row, here, at_statistics = coming, uint32(0), statistics
-            if exchange:
-                tile = int32((int64(batch) * q.shape[1] + int64(head)) * row_tiles + int64(row) // other)
             coming = int32(coming + int32(other))
             if coming >= m_rows:
                 head, coming = int32(head + int32(1)), begin
@@ -245,7 +245,10 @@ def make_dkdv(
                 if exchange:
                     if not no_exchange:
                         cuda.syncthreads()  # dS is there for all, before a warp multiplies all keys' with K
-                    add_dq(sums, tile, ds_tile, k_tile)
+                    add_dq(sums, tile, ds_tile, k_tile, warp_row)
+                    tile += int32(1)
+                    if coming == begin:
+                        tile += int32(begin // int32(other))  # the next head's first that sees a key
             if slots == 1:
                 if not no_free:
                     cuda.syncthreads()  # nobody reads the step's tiles any more
@@ -300,7 +303,7 @@ def make_dkdv(
 
 @cache
 def make_dq_parts(tiles: Tiles, element: str, arch: str):
-    """``scatter_ds(ds_tile, ds, warp_row)`` and ``add_dq(sums, tile, ds_tile, k_tile)``.
+    """``scatter_ds(ds_tile, ds, warp_row)`` and ``add_dq(sums, tile, ds_tile, k_tile, warp_row)``.
 
     dS^T lies in shared memory as keys x queries. Of dQ a warp has 16 queries and every ``halves``-th 16 columns.
     Both ask for their lane anew: addresses made of it then take no registers while S and dP need them all.
@@ -323,12 +326,12 @@ def make_dq_parts(tiles: Tiles, element: str, arch: str):
                         st_shared_b32(at + uint32(4 * (lane & 3)), ds[4 * frags * k + 4 * f + 2 * i + half])
 
     @device
-    def add_dq(sums, tile, ds_tile, k_tile):
+    def add_dq(sums, tile, ds_tile, k_tile, warp_row):
         lane = int32(lane_id())
         acc = cuda.local.array(registers, float32)
         a = cuda.local.array(4, uint32)
         b = cuda.local.array(4, uint32)
-        warp = uint32(cuda.threadIdx.x) >> uint32(5)
+        warp = uint32(warp_row) // uint32(16 * frags)
         chunk = uint32(2) * (warp % uint32(row_warps))
         for i in range(registers):
             acc[i] = float32(0)
@@ -340,7 +343,7 @@ def make_dq_parts(tiles: Tiles, element: str, arch: str):
                 ldmatrix_x4_trans(b, 0, k_step(b_lane, halves * n) + uint32(k * 16 * k_pitch))
                 product(acc, 8 * n, a, 0, b, 0)
                 product(acc, 8 * n + 4, a, 0, b, 2)
-        base = int64(tile) * (other * d) + int64(cuda.threadIdx.x)
+        base = int64(tile) * (other * d) + int64(uint32(32) * warp + uint32(lane))
         for i in range(registers):
             cuda.atomic.add(sums, base + int64(i * threads), acc[i])
 

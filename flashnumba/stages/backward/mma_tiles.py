@@ -145,7 +145,7 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
         raise ValueError(f"d is {d} on sm_{arch}; one pass holds dK and dV together up to 128, from sm_80 on")
     if padded <= 64:
         return Tiles(padded, 64 if narrow else 128, 32, results=2, exchange=True)
-    if narrow or most < 163 * 1024:
+    if narrow or padded == 96 or most < 163 * 1024:  # for 96 columns the larger spill
         return Tiles(padded, 64, 32, results=2, exchange=True)
     return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
 
