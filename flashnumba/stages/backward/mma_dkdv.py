@@ -168,9 +168,6 @@ def make_dkdv(
                 begin += int32(other)
         if key0 + own > n_rows:
             whole = int32(m_rows)
-        steps = int32(
-            max(int64(0), (m_rows - begin + (other - 1)) // other) * (min(int64(1), group) if first_only else group)
-        )
 
         factor = scale * float32(LOG2_E)
         held = cuda.local.array(1, uint32)
@@ -193,42 +190,37 @@ def make_dkdv(
         tile = int32(
             (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + int64(begin) // other
         )
-        if steps > 0:
+        # A step is followed by another until the heads of the group have had their rows.
+        end = int32(head + int32(min(int64(1), group) if first_only else group))
+        more, here = begin < m_rows and head < end, uint32(0)
+        if more:
             copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
         commit()
-        for j in range(int32(0), steps):
-            row, here, at_statistics = coming, uint32(0), statistics
+        while more:
+            row = coming
             coming = int32(coming + int32(other))
             if coming >= m_rows:
                 head, coming = int32(head + int32(1)), begin
-            if slots == 2:
-                here = uint32(j & 1) * uint32(slot_bytes)
-                at_statistics += uint32(j & 1) * uint32(statistics_bytes)
+            more = head < end
+            lane_statistics = statistics + uint32(8 * (lane & 3))
+            if here > uint32(0):
+                lane_statistics += uint32(statistics_bytes)
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # the step's tiles are there for all, and nobody reads the slots filled next
             if slots == 2:
-                if j + 1 < steps:
-                    there = uint32(slot_bytes) - here
-                    copy_step(
-                        q_tile + there, do_tile + there, statistics + uint32((j + 1) & 1) * uint32(statistics_bytes),
-                        q, do, delta, origin, bias, batch, head, coming,
-                    )  # fmt: skip
+                if more:
+                    there, numbers = uint32(slot_bytes) - here, statistics
+                    if here == uint32(0):
+                        numbers += uint32(statistics_bytes)
+                    copy_step(q_tile + there, do_tile + there, numbers, q, do, delta, origin, bias, batch, head, coming)
                 commit()
-            lane_statistics = at_statistics + uint32(8 * (lane & 3))
             multiply(s, held, k_lane, q_lane + here)
             weigh(s, lane_statistics, factor)
             if row < whole or row + other > m_rows:
                 key = int32(warp_row + (lane >> int32(2)))
-                hide(
-                    s,
-                    int32(key0 - offset + key - row),
-                    key,
-                    int32(int32(m_rows) - row),
-                    int32(int32(n_rows) - key0),
-                    causal,
-                    lane,
-                )
+                rows_left, keys_left = int32(int32(m_rows) - row), int32(int32(n_rows) - key0)
+                hide(s, int32(key0 - offset + key - row), key, rows_left, keys_left, causal, lane)
             if makes_dv:
                 for i in range(other // 16):
                     pack(s, p, i)
@@ -249,44 +241,25 @@ def make_dkdv(
                     tile += int32(1)
                     if coming == begin:
                         tile += int32(begin // int32(other))  # the next head's first that sees a key
-            if slots == 1:
+            if slots == 2:
+                here = uint32(slot_bytes) - here
+            else:
                 if not no_free:
                     cuda.syncthreads()  # nobody reads the step's tiles any more
-                if j + 1 < steps:
+                if more:
                     copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, coming)
                 commit()
 
         wait()  # also where no row sees a key and nobody waited for K and V
         cuda.syncthreads()  # K and V are there and nobody reads them any more, before their tiles are written to
+        left = n_rows - int64(key0)
         if makes_dk:
             to = address_of(dk, int64(batch), int64(head_kv), int64(key0))
             factor_out = float32(1) if no_scale else scale
-            store(
-                to,
-                dk.strides[2],
-                dk.strides[3],
-                dk_acc,
-                factor_out,
-                k_tile,
-                warp_row,
-                lane,
-                n_rows - int64(key0),
-                columns,
-            )
+            store(to, dk.strides[2], dk.strides[3], dk_acc, factor_out, k_tile, warp_row, lane, left, columns)
         if makes_dv:
             to = address_of(dv, int64(batch), int64(head_kv), int64(key0))
-            store(
-                to,
-                dv.strides[2],
-                dv.strides[3],
-                dv_acc,
-                float32(1),
-                v_tile,
-                warp_row,
-                lane,
-                n_rows - int64(key0),
-                columns,
-            )
+            store(to, dv.strides[2], dv.strides[3], dv_acc, float32(1), v_tile, warp_row, lane, left, columns)
 
     tiles_exchange = tiles.exchange_bytes
 
