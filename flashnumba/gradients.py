@@ -58,7 +58,7 @@ def attention_backward(
         dlse: the gradient of lse, ``[B, H, M]`` float32, where lse was used too; None is zero.
         backend: ``"auto"``: see :data:`CHOICES`; the same bits every time. ``"backward.one_pass"`` adds to dQ by
             atomics, with less to compute, but dq is NOT the same bits every time, and there is a float32 buffer of its
-            size; D is then at most 128. ``"numpy"``: the CPU. Another kernel by name, or ``"emulator"``: what
+            size; D is then at most 128, rows are aligned to 4 bytes. ``"numpy"``: the CPU. Another kernel by name, or ``"emulator"``: what
             ``"auto"`` would launch on an sm_90a, checked for races and the like.
 
     Returns:

@@ -79,11 +79,17 @@ def make_parts(
     acc_size, rows_held = frags * d // 2, 2 * frags
 
     @device
-    def copy_number(to, source, there):
-        if ahead:
-            cp_async_4_zfill(to, uint64(source), uint32(4) if there else uint32(0))
-        else:
-            st_shared_f32(to, ld_global_f32(uint64(source)) if there else float32(0))
+    def number_ahead(to, source, there):
+        cp_async_4_zfill(to, uint64(source), uint32(4) if there else uint32(0))
+
+    @device
+    def number_now(to, source, there):
+        value = float32(0)
+        if there:
+            value = ld_global_f32(uint64(source))
+        st_shared_f32(to, value)
+
+    copy_number = number_ahead if ahead else number_now
 
     @device
     def copy_statistics(to, delta, origin, bias, first, rows):

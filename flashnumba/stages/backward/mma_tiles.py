@@ -138,14 +138,23 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     """Tiles of the kernel that makes all three.
 
     Raises:
-        ValueError: no tiles hold dK and dV together and dS beside them.
+        ValueError: no tiles hold dK and dV together and dS beside them, or loads are of single elements.
     """
-    padded, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
+    padded, most, number = -(-d // 32) * 32, most_shared(arch), int(arch.rstrip("a"))
     if d > 128 or most < 99 * 1024:
         raise ValueError(f"d is {d} on sm_{arch}; one pass holds dK and dV together up to 128, from sm_80 on")
+    if vector < 4:  # registers for the addresses of single elements are not found everywhere
+        raise ValueError(
+            f"rows or columns of q, k, v, o or do lie at multiples of {vector} bytes; one pass takes packed columns and "
+            "rows aligned to 4 bytes: use backward.mma"
+        )
+    if vector < 16:  # addresses take registers: threads enough that each has few
+        return Tiles(64 if d <= 64 else 128, 128, 32, 8, 2 if most > 99 * 1024 else 1, results=2, exchange=True)
     if padded <= 64:
-        return Tiles(padded, 64 if narrow else 128, 32, results=2, exchange=True)
-    if narrow or padded == 96 or most < 163 * 1024:  # for 96 columns the larger spill
+        if number >= 100:
+            return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
+        return Tiles(padded, 128, 32, results=2, exchange=True)
+    if padded == 96 or most < 163 * 1024:  # for 96 columns the larger spill
         return Tiles(padded, 64, 32, results=2, exchange=True)
     return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
 
@@ -158,6 +167,8 @@ def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
             return Tiles(d, 64, 32, slots=1, results=2)
         return Tiles(d, 32, 16, warps=2, slots=1)
     if d <= 64 and not narrow:
+        if int(arch.rstrip("a")) >= 100:  # its compiler finds registers for one fragment a warp
+            return Tiles(d, 128, 64, warps=8, results=2)
         return Tiles(d, 128, 32, results=2, min_blocks=2)
     if d <= 128:
         if narrow:
