@@ -58,8 +58,9 @@ def attention_backward(
         dlse: the gradient of lse, ``[B, H, M]`` float32, where lse was used too; None is zero.
         backend: ``"auto"``: see :data:`CHOICES`; the same bits every time. ``"backward.one_pass"`` adds to dQ by
             atomics, with less to compute, but dq is NOT the same bits every time, and there is a float32 buffer of its
-            size; D is then at most 128, rows are aligned to 4 bytes. ``"numpy"``: the CPU. Another kernel by name, or ``"emulator"``: what
-            ``"auto"`` would launch on an sm_90a, checked for races and the like.
+            size; D is then at most 128 (64 from sm_100 on), and rows are aligned to 4 bytes. ``"numpy"``: the CPU.
+            Another kernel by name, or ``"emulator"``: what ``"auto"`` would launch on an sm_90a, checked for races and
+            the like.
 
     Returns:
         (dq, dk, dv): new packed arrays of q's kind and dtype, in the shapes of q, k and v. dk and dv are sums over the

@@ -130,6 +130,8 @@ def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     if d <= 64 and not narrow:
         return Tiles(d, 128, 64, min_blocks=2)
     if d <= 128:
+        if int(arch.rstrip("a")) >= 100 and not narrow:
+            return Tiles(d, 64, 64)
         return Tiles(d, 64 if narrow else 128, 32)
     return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
 
@@ -141,12 +143,15 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
         ValueError: no tiles hold dK and dV together and dS beside them, or loads are of single elements.
     """
     padded, most, number = -(-d // 32) * 32, most_shared(arch), int(arch.rstrip("a"))
-    if d > 128 or most < 99 * 1024:
-        raise ValueError(f"d is {d} on sm_{arch}; one pass holds dK and dV together up to 128, from sm_80 on")
+    largest = 0 if number < 80 else 128 if number < 100 else 64
+    if d > largest:
+        raise ValueError(
+            f"d is {d} on sm_{arch}; one pass holds dK and dV together up to {largest} there: use backward.mma"
+        )
     if vector < 4:  # registers for the addresses of single elements are not found everywhere
         raise ValueError(
-            f"rows or columns of q, k, v, o or do lie at multiples of {vector} bytes; one pass takes packed columns and "
-            "rows aligned to 4 bytes: use backward.mma"
+            f"rows or columns of q, k, v, o or do lie at multiples of {vector} bytes; one pass takes packed columns "
+            "and rows aligned to 4 bytes: use backward.mma"
         )
     if vector < 16:  # addresses take registers: threads enough that each has few
         return Tiles(64 if d <= 64 else 128, 128, 32, 8, 2 if most > 99 * 1024 else 1, results=2, exchange=True)
@@ -154,7 +159,9 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
         if number >= 100:
             return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
         return Tiles(padded, 128, 32, results=2, exchange=True)
-    if padded == 96 or most < 163 * 1024:  # for 96 columns the larger spill
+    if number not in (80, 90):
+        return Tiles(128, 128, 32, 8, 2 if most > 99 * 1024 else 1, results=2, exchange=True)
+    if padded == 96:  # of which the larger tiles spill
         return Tiles(padded, 64, 32, results=2, exchange=True)
     return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
 
@@ -164,7 +171,7 @@ def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     d, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
     if most < 99 * 1024:
         if d <= 128:
-            return Tiles(d, 64, 32, slots=1, results=2)
+            return Tiles(d, 64, 32, slots=1, results=2 if d <= 64 else 1)
         return Tiles(d, 32, 16, warps=2, slots=1)
     if d <= 64 and not narrow:
         if int(arch.rstrip("a")) >= 100:  # its compiler finds registers for one fragment a warp
@@ -173,5 +180,9 @@ def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     if d <= 128:
         if narrow:
             return Tiles(d, 64, 32, results=2)
-        return Tiles(d, 128, 64, warps=8, slots=2 if most > 99 * 1024 else 1, results=2)
+        if int(arch.rstrip("a")) in (80, 90):
+            return Tiles(d, 128, 64, warps=8, results=2)
+        if d == 96:  # 256 threads copy 64 of its rows at once
+            return Tiles(d, 128, 64, warps=8, slots=1, results=2)
+        return Tiles(d, 128, 32, warps=8, results=2)
     return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
