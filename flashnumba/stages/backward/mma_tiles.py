@@ -156,7 +156,7 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     if vector < 16:  # addresses take registers: threads enough that each has few
         return Tiles(64 if d <= 64 else 128, 128, 32, 8, 2 if most > 99 * 1024 else 1, results=2, exchange=True)
     if padded <= 64:
-        if number >= 100:
+        if 100 <= number < 120:
             return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
         return Tiles(padded, 128, 32, results=2, exchange=True)
     if number not in (80, 90):
