@@ -51,6 +51,9 @@ def fake_gpu(monkeypatch, fake_torch):
         monkeypatch.setattr(gpu, name, lambda *args, value=value: value)
     monkeypatch.setattr(launcher, "_function", function)
     # What is prepared here must not be found by a test with a real GPU, nor the other way round.
-    cache = property(lambda kernel: caches.setdefault(kernel, {}), lambda kernel, value: None)
+    # A kernel that is made while this stands keeps its own for later.
+    cache = property(
+        lambda kernel: caches.setdefault(kernel, {}), lambda kernel, value: kernel.__dict__.update(cache=value)
+    )
     monkeypatch.setattr(Kernel, "cache", cache, raising=False)
     return driver

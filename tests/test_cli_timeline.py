@@ -169,6 +169,11 @@ def test_two_traces_side_by_side_without_a_run(tmp_path, recorded):
         (["--out", "picture.docx"], "--out is 'picture.docx'; its suffix must be one of"),
         (["--window", "8000:2000"], "--window is '8000:2000'; it must be two cycles, the smaller first"),
         (["--window", "all"], "--window is 'all'"),
+        (["--window", "0:" + 5000 * "9"], "it must be two cycles"),
+        (["--json", "timeline.png"], "--out and --json are both 'timeline.png'; name a file for each"),
+        (["--out", 300 * "a" + ".png"], "which cannot be written (File name too long)"),
+        (["--m", str(10**14)], "flash_forward.mma was not traced, as there is too little memory; fewer rows"),
+        (["--heads", str(10**20)], "flash_forward.mma was not traced"),
         (["--out", "picture"], "--out is 'picture'; its suffix"),
         (["--load", "nowhere.json"], "--load is 'nowhere.json', which cannot be read (No such file or directory)"),
         (["--beside", "nowhere.json"], "--beside is 'nowhere.json', which cannot be read"),
@@ -191,9 +196,70 @@ def test_a_machine_that_is_not_there(monkeypatch, tmp_path, recorded):
 
 def test_no_trace_is_taken_for_one(tmp_path):
     path = tmp_path / "a.json"
-    for text, said in (("{", "cannot be used"), ("[]", "no trace that flashnumba wrote")):
+    for text, said in (
+        ("{", "cannot be used"), ("[]", "no trace that flashnumba wrote"), ("[" * 200000, "cannot be used"),
+    ):  # fmt: skip
         path.write_text(text)
         assert said in run("--load", str(path), "--out", str(tmp_path / "a.png"), code=2).output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ghz": 0}, {"ghz": "fast"}, {"device": None}, {"lost": "many"}, {"multiprocessors": []},
+        {"multiprocessors": [["a", 1]]}, {"costs": None}, {"begin": "x"}, {"begin": float("nan")}, {"end": -1},
+        {"step": [1]}, {"slot": "s"}, {"pid": 99}, {"pid": [0]}, {"tid": "w"}, {"args": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_trace_is_told(tmp_path, small, change):
+    path, picture, trace = tmp_path / "a.json", tmp_path / "a.png", to_json(small)
+    event = next(event for event in trace["traceEvents"] if event["ph"] == "X")
+    ((name, _),) = change.items()
+    of = dict.fromkeys(event, event) | dict.fromkeys(event["args"], event["args"])
+    (of[name] if name in of else trace["otherData"]).update(change)
+    path.write_text(json.dumps(trace))
+    result = run("--load", str(path), "--out", str(picture), code=2)
+    assert "which cannot be used: it is a damaged trace" in " ".join(result.output.split())
+    assert not picture.exists()
+
+
+def test_names_are_drawn_and_told_as_they_are(tmp_path, small):
+    path = tmp_path / "a.json"
+    trace = to_json(small)
+    trace["otherData"] |= {"kernel": "a$b_{$[bold]c[/d]", "lost": 2}
+    path.write_text(json.dumps(trace))
+    result = run("--load", str(path), "--out", str(tmp_path / "a.png"))
+    assert "2 marks of a$b_{$[bold]c[/d] found no room" in result.output
+
+
+def test_the_numbers_of_steps_stand_in_the_window(small):
+    from flashnumba.machine.timeline.picture import draw
+
+    fills = [fill for fill in small.of([0]).fills() if fill.slot == 0]
+    window = (fills[0].used, fills[1].ready)  # the end of step 0's use and the beginning of step 2's
+    panel = draw([small.of([0])], window).axes[1]
+    found = {text.get_text(): text.get_position()[0] for text in panel.texts if text.get_position()[1] == 0}
+    assert set(found) == {"0", "2"} and all(window[0] < x < window[1] for x in found.values())
+
+
+def test_a_window_in_which_nothing_happens_is_refused(tmp_path, recorded):
+    result = run("--machine", "emulator", "--window", "900000:900001", "--out", str(tmp_path / "a.png"), code=2)
+    assert "nothing happens from cycle 900000 to 900001" in result.output and not list(tmp_path.iterdir())
+
+
+def test_a_slow_clock_and_a_picture_that_cannot_be_made(tmp_path, monkeypatch):
+    picture, trace = tmp_path / "a.png", tmp_path / "a.json"
+    run("--machine", "emulator", "--m", "1", "--n", "1", "--d", "32", "--cost", "ghz=0.00001", "--resident",
+        str(10**12), "--out", str(picture), "--json", str(trace))  # fmt: skip
+    assert read(trace).ghz == 1e-5
+
+    def fail(*args, **options):
+        raise RuntimeError("no TeX")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    result = run("--load", str(trace), "--out", str(tmp_path / "b.pgf"), code=2)
+    assert "b.pgf', which cannot be drawn here: no TeX" in " ".join(result.output.split())
 
 
 def test_files_are_written_whole_or_not_at_all(tmp_path, recorded, monkeypatch):

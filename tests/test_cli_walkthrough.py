@@ -17,6 +17,7 @@ from flashnumba.commands import walkthrough
 from flashnumba.ladder import NAMES, STAGES, Passes, Rung, find
 from flashnumba.machine import compiler, gpu
 from flashnumba.stages import flash_forward, heads
+from flashnumba.stages.chained_gemm import fp8, fp8_reference
 from flashnumba.stages.flash_forward.reference import low_precision as attention
 from flashnumba.stages.gemm import matmul as product
 from flashnumba.stages.gemm import reference as product_reference
@@ -33,6 +34,9 @@ def kernels(monkeypatch):
 
     def forward(q, k, v, kernel, *, causal, machine):
         return computed(attention(q, k, v, causal=causal)[0], kernel, machine), None
+
+    def in_fp8(q, k, v, kernel, *, causal, machine):
+        return computed(fp8_reference.low_precision(q, k, v, causal=causal)[0], kernel, machine), None
 
     def matmul(a, b, out=None, *, kernel, machine):
         return computed(product_reference.low_precision(a, b), kernel, machine)
@@ -52,6 +56,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(import_module(name), "simt", module, raising=False)
     monkeypatch.setattr(flash_forward, "plans", lambda: {rung.name: rung.name for rung in flash_forward.STAGE.kernels})
     monkeypatch.setattr(heads, "forward", forward)
+    monkeypatch.setattr(fp8, "forward", in_fp8)
     return state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from generators import api, instructions, resources, results, tables, walkthrough
+from generators import api, instructions, resources, results, tables, timeline, walkthrough
 
 __all__ = ["copy_lessons", "put", "write"]
 
@@ -61,3 +61,4 @@ def write(docs: Path, *, execute: bool, root: Path | None = None) -> None:
     tables.draw_budgets(docs / "generated" / "budget.svg")
     results.draw_attention(docs / "results", docs / "generated")
     walkthrough.write(docs / "generated", execute=execute)
+    timeline.write(docs / "generated", docs / "results" / timeline.RECORD, execute=execute)

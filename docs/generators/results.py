@@ -24,8 +24,8 @@ __all__ = ["draw_attention", "page"]
 
 BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
-NOT_RESULTS = ("resources",)
-"""Files of ``docs/results`` that are no measurements on a device."""
+NOT_RESULTS = ("resources", "timeline")
+"""Files of ``docs/results`` that are no tables of measurements on a device."""
 PICTURE = "attention.svg"
 FA2 = "torch, FlashAttention-2"
 

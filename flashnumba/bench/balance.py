@@ -76,7 +76,9 @@ def problems(
         for n in lengths:
             for heads in few:
                 yield Problem(element, 1, heads, n, d, True)
-            yield Problem(element, max(1, tokens // n), max(1, width // d), n, d, True)
+            many = max(1, tokens // n), max(1, width // d)
+            if many not in [(1, heads) for heads in few]:
+                yield Problem(element, *many, n, d, True)
 
 
 def environment() -> dict[str, Any]:

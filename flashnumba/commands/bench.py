@@ -27,6 +27,12 @@ Elements = Annotated[str, typer.Option(help="Of float16, bfloat16 and float32, s
 Kernels = Annotated[str, typer.Option(help="Kernels by name, separated by commas.", show_default="all that fit")]
 Runs = Annotated[int, typer.Option(min=1, help="Calls that count; the median is taken.")]
 Seconds = Annotated[float, typer.Option(help="After so long no further kernel is begun.")]
+Dims = Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")]
+Lengths = Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")]
+Tokens = Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")]
+Width = Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")]
+Masks = Annotated[str, typer.Option(help="no, yes, or both with a comma.")]
+Halves = Annotated[str, typer.Option(help="Of float16 and bfloat16, separated by commas.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Other sizes of the kernels too, as they were chosen from.")]
 
 
@@ -216,14 +222,19 @@ def gemm(
     _measure_all(places, [*columns, Column("of cuBLAS", "of_cublas")], out, found, seconds)
 
 
+def _title(p: Any) -> str:
+    """A problem of attention, as a heading."""
+    return f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}"
+
+
 @bench.command()
 def attention(
     out: Out = RESULTS / "attention.json",
-    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128,256",
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "1024,4096,16384",
-    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
-    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
-    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
+    dims: Dims = "64,128,256",
+    lengths: Lengths = "1024,4096,16384",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
     elements: Elements = "float16",
     kernels: Kernels = "",
     simt: Annotated[bool, typer.Option(help="Also one small size in float32.")] = True,
@@ -246,11 +257,7 @@ def attention(
         problems.append(benchmark.SMALL)
     found = _environment("attention", benchmark.environment, out)
     places = [
-        Place(
-            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
-            partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)),
-        )
-        for p in problems
+        Place(_title(p), partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs))) for p in problems
     ]
     columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
     _measure_all(places, [*columns, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
@@ -259,12 +266,12 @@ def attention(
 @bench.command()
 def chain(
     out: Out = RESULTS / "chain.json",
-    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "4096,16384",
-    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
-    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
-    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
-    elements: Annotated[str, typer.Option(help="Of float16 and bfloat16, separated by commas.")] = "float16",
+    dims: Dims = "64,128",
+    lengths: Lengths = "4096,16384",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    elements: Halves = "float16",
     runs: Runs = 20,
     seconds: Seconds = 100.0,
 ) -> None:
@@ -279,10 +286,7 @@ def chain(
     sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
     found = _environment("chain", benchmark.environment, out)
     places = [
-        Place(
-            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
-            partial(benchmark.measure, p, clock=Clock(runs)),
-        )
+        Place(_title(p), partial(benchmark.measure, p, clock=Clock(runs)))
         for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
     ]
     columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
@@ -292,12 +296,12 @@ def chain(
 @bench.command()
 def staged(
     out: Out = RESULTS / "staged.json",
-    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
-    lengths: Annotated[str, typer.Option(help="Tokens of a sequence, separated by commas.")] = "4096,16384",
-    tokens: Annotated[int, typer.Option(min=1, help="In all sequences together; the batch follows.")] = 16384,
-    width: Annotated[int, typer.Option(min=1, help="Columns of all heads together; their number follows.")] = 2048,
-    causal: Annotated[str, typer.Option(help="no, yes, or both with a comma.")] = "no,yes",
-    elements: Annotated[str, typer.Option(help="Of float16 and bfloat16, separated by commas.")] = "float16",
+    dims: Dims = "64,128",
+    lengths: Lengths = "4096,16384",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    elements: Halves = "float16",
     kernels: Kernels = "",
     runs: Runs = 20,
     seconds: Seconds = 150.0,
@@ -315,10 +319,7 @@ def staged(
     sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
     found = _environment("staged", benchmark.environment, out)
     places = [
-        Place(
-            f"{p.element}, B {p.batch}, H {p.heads}, N {p.n}, D {p.d}{', causal' if p.causal else ''}",
-            partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)),
-        )
+        Place(_title(p), partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)))
         for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
     ]
     columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
@@ -384,7 +385,7 @@ def decode(
 @bench.command()
 def balance(
     out: Out = RESULTS / "balance.json",
-    dims: Annotated[str, typer.Option(help="Columns of a head, 1 to 256, separated by commas.")] = "64,128",
+    dims: Dims = "64,128",
     lengths: Annotated[
         str, typer.Option(help="Tokens of a sequence, separated by commas.")
     ] = "1024,2048,4096,8192,16384",

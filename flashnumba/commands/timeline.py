@@ -6,6 +6,7 @@ import io
 import json as codec
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from flashnumba.commands import choose_machine, output_folder, refuse
 
@@ -67,6 +69,7 @@ def timeline(
     The picture and the trace are written whole or not at all.
     """
     from flashnumba.machine.timeline.picture import draw, neighbours
+    from flashnumba.machine.timeline.record import to_json
     from flashnumba.machine.timeline.summary import summarise
 
     records = [] if beside is None else [_read("--beside", beside)]
@@ -75,8 +78,9 @@ def timeline(
     for option, path in (("--out", out), ("--json", json)):
         if path is not None:
             output_folder(option, path.parent)
-            if path.is_dir():
-                refuse(f"{option} is '{path}', which is a folder; name a file in it")
+            _check_file(option, path)
+    if json is not None and json.resolve() == out.resolve():
+        refuse(f"--out and --json are both '{out}'; name a file for each")
     if load is not None:
         first = _read("--load", load)
     else:
@@ -91,14 +95,16 @@ def timeline(
     except ValueError as error:
         refuse(str(error))
     picture = io.BytesIO()
-    figure.savefig(picture, format=out.suffix[1:], dpi=150)
+    try:
+        figure.savefig(picture, format=out.suffix[1:], dpi=150)
+    except RuntimeError as error:  # pgf needs TeX
+        refuse(f"--out is '{out}', which cannot be drawn here: {error}")
+    trace = None if json is None else _encoded(to_json(first))
     _tell(shown, [summarise(record) for record in shown])
     _write(out, picture.getvalue())
     typer.echo(f"picture: {out}")
-    if json is not None:
-        from flashnumba.machine.timeline.record import to_json
-
-        _write(json, _encoded(to_json(first)))
+    if json is not None and trace is not None:
+        _write(json, trace)
         typer.echo(f"trace: {json}")
 
 
@@ -119,14 +125,16 @@ def _run(
     if element not in dtypes:
         refuse(f"--element is {element!r}; it must be {' or '.join(dtypes)}")
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((1, heads, rows, d)).astype(dtypes[element]) for rows in (m, n, n))
     try:
+        q, k, v = (rng.standard_normal((1, heads, rows, d)).astype(dtypes[element]) for rows in (m, n, n))
         return record(
             kernel, known[kernel], q, k, v, causal=causal, machine=machine, costs=costs,
             multiprocessors=multiprocessors, resident=resident,
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         refuse(f"{kernel} was not traced: {error}")
+    except MemoryError as error:
+        refuse(f"{kernel} was not traced, as there is too little memory; fewer rows, keys or heads: {error}")
 
 
 def _model(arch: str, changes: Sequence[str]) -> Costs:
@@ -156,7 +164,7 @@ def _read(option: str, path: Path) -> Record:
         return from_json(codec.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         refuse(f"{option} is '{path}', which cannot be read ({error.strerror})")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse(f"{option} is '{path}', which cannot be used: {error}")
 
 
@@ -164,7 +172,7 @@ def _window(text: str) -> tuple[float, float] | None:
     if not text:
         return None
     lo, _, hi = text.partition(":")
-    if not (lo.strip().isdecimal() and hi.strip().isdecimal() and int(lo) < int(hi)):
+    if not (lo.strip().isdecimal() and hi.strip().isdecimal() and float(lo) < float(hi) < inf):
         refuse(f"--window is {text!r}; it must be two cycles, the smaller first, as in 2000:8000")
     return float(lo), float(hi)
 
@@ -175,6 +183,19 @@ def _check_picture(path: Path) -> None:
     kinds = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         refuse(f"--out is '{path}'; its suffix must be one of {', '.join(sorted(kinds))}")
+
+
+def _check_file(option: str, path: Path) -> None:
+    """That the path can be a file's."""
+    try:
+        path.lstat()
+        folder = path.is_dir()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        refuse(f"{option} is '{path}', which cannot be written ({error.strerror})")
+    if folder:
+        refuse(f"{option} is '{path}', which is a folder; name a file in it")
 
 
 def _encoded(trace: object) -> bytes:
@@ -198,7 +219,7 @@ def _tell(records: Sequence[Record], summaries: Sequence[Summary]) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("share of the warps' time")
     for record in records:
-        table.add_column(f"{record.kernel}, {record.machine}", justify="right", overflow="fold")
+        table.add_column(Text(f"{record.kernel}, {record.machine}"), justify="right", overflow="fold")
     for kind in summaries[0].shares:
         table.add_row(kind, *(f"{s.shares[kind]:.1%}" for s in summaries))
     table.add_row("cycles", *(f"{s.cycles:.0f}" for s in summaries))
@@ -206,4 +227,4 @@ def _tell(records: Sequence[Record], summaries: Sequence[Summary]) -> None:
     console.print(table, highlight=False)
     for record in records:
         if record.lost:
-            console.print(f"{record.lost} marks of {record.kernel} found no room", style="yellow", highlight=False)
+            console.print(Text(f"{record.lost} marks of {record.kernel} found no room", style="yellow"))

@@ -28,7 +28,7 @@ from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waitin
 from flashnumba.tiles.fp8 import make_copy_by_columns, with_values_by_columns
 from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide, make_store
-from flashnumba.tiles.schedule import tiles_of_keys
+from flashnumba.tiles.schedule import seen_keys
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
@@ -125,10 +125,8 @@ def make_attend(
         if swapped:
             v_row, v_column = v.strides[3], v.strides[2]
 
-        last = tiles_of_keys(block, m_rows, n_rows, bm, bn, causal)
-        whole = n_rows  # keys [0, whole) are visible to all rows of the block
-        if causal != 0:
-            whole = min(n_rows, row0 + offset + next_row)
+        end, whole = seen_keys(row0, bm, n_rows, offset, causal, next_row)
+        last = (end + (bn - 1)) // bn
 
         factor = factor_of(scale)
         q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
@@ -262,7 +260,7 @@ def tiles_for(d: int, arch: str, vector: int = 16) -> AttentionTiles:
     if vector < 16:  # addresses of narrow copies take registers
         return AttentionTiles(d, 64, 64 if d <= 128 and vector > 2 else 32)
     if d > 128:
-        return AttentionTiles(d, 64, 64, subtract=True, q_held=3 if d > 192 else 2)
+        return AttentionTiles(d, 64, 64, subtract=number == 90, q_held=3 if d > 192 and number == 90 else 2)
     if number == 90:
         if d <= 64:
             return AttentionTiles(d, 128, 128, slots=2, q_held=2 if d == 32 else 0)

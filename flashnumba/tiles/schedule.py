@@ -4,6 +4,7 @@ Under a causal mask the row tiles of a head are a staircase: tile i computes abo
 when its last block is, so it matters who has how much, and who begins when::
 
     plain           block = one tile; head after head, from the shortest to the longest
+    head by head    block = one tile; head after head, from the longest to the shortest
     paired          block = tiles i and n - 1 - i of a head, n + 1 tiles of keys; of an odd n the middle one alone
     longest first   block = one tile; all heads' last tiles, then all heads' last but one, and so on
     persistent      as many blocks as there is room for; each draws the next tile, longest first, from a counter
@@ -29,21 +30,31 @@ from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.numba import int64, uint32
 from flashnumba.tiles.raster import in_bands
 
-__all__ = ["L2_BYTES", "SCHEDULES", "Schedule", "heads_near", "longest_first", "paired", "plain", "tiles_of_keys"]
+__all__ = ["L2_BYTES", "SCHEDULES", "Schedule", "head_by_head", "heads_near", "longest_first", "paired", "plain",
+           "seen_keys", "tiles_of_keys"]  # fmt: skip
 
 L2_BYTES = 32 << 20
 """K and V that heads worked on at one time may have: what an H200's L2 cache of 50 MB holds beside all else."""
 
 
 @device
-def tiles_of_keys(tile, m, n, bm, bn, causal):
-    """How many tiles of ``bn`` keys row tile ``tile`` computes: all that hold a key which its last row sees.
+def seen_keys(row0, rows, n, offset, causal, next_row):
+    """(end, whole): keys [0, end) are visible to some of the ``rows`` rows from ``row0`` on, [0, whole) to all.
 
-    A last tile that is not whole counts like a whole one: rows beyond the last are computed as if they were there.
+    Row i sees keys up to ``i + offset``; ``next_row`` is 1, and 0 plants a fault. Rows beyond the last count as if they
+    were there.
     """
-    end = int64(n)
+    end, whole = n, n
     if causal != 0:
-        end = min(end, max(int64(0), (tile + 1) * bm + n - m))
+        end = min(n, max(int64(0), row0 + rows + offset))
+        whole = min(n, row0 + offset + next_row)
+    return end, whole
+
+
+@device
+def tiles_of_keys(tile, m, n, bm, bn, causal):
+    """How many tiles of ``bn`` keys row tile ``tile`` of ``bm`` rows computes."""
+    end, _ = seen_keys(tile * bm, bm, n, n - m, causal, 1)
     return (end + (bn - 1)) // bn
 
 
@@ -63,6 +74,15 @@ def heads_near(heads, group, n, row_bytes):
 def plain(number, tiles, heads, near, causal):
     """Head after head, from the first tile to the last."""
     return uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
+
+
+@device
+def head_by_head(number, tiles, heads, near, causal):
+    """Head after head, each from its longest tile to its shortest; without a mask as :func:`plain`."""
+    head, tile = uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
+    if causal != 0:
+        tile = uint32(uint32(tiles) - uint32(1) - tile)
+    return head, tile
 
 
 @device
@@ -118,6 +138,7 @@ SCHEDULES = {
     schedule.name: schedule
     for schedule in (
         Schedule("plain", plain),
+        Schedule("head_by_head", head_by_head),
         Schedule("paired", paired, turns=2),
         Schedule("longest_first", longest_first),
         Schedule("persistent", longest_first, drawn=True),

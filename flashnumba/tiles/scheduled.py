@@ -96,15 +96,15 @@ def make_scheduled(
     def one_piece(q, k, v, o, lse, scale, causal):
         do(q, k, v, o, lse, scale, causal, uint32(cuda.blockIdx.x))
 
-    # The body stands once, in a loop that does not unroll; what is kept from turn to turn is the turn's number alone.
+    # The body stands once, in a loop that does not unroll; what is kept from turn to turn is the number alone.
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
     def several(q, k, v, o, lse, scale, causal):
-        turn = uint32(0)
-        while turn < turns:
-            do(q, k, v, o, lse, scale, causal, uint32(turn * uint32(cuda.gridDim.x) + uint32(cuda.blockIdx.x)))
+        number = uint32(cuda.blockIdx.x)
+        while number < turns * uint32(cuda.gridDim.x):
+            do(q, k, v, o, lse, scale, causal, number)
             if turn_barrier:
                 cuda.syncthreads()  # nobody reads the Q, K and V of this piece any more
-            turn += uint32(1)
+            number += uint32(cuda.gridDim.x)
 
     @device
     def draw(counter, ticket):

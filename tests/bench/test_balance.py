@@ -50,7 +50,7 @@ def test_predictions_by_hand():
 
 def test_problems_have_few_heads_and_many():
     found = list(balance.problems("float16", (64, 128), (1024, 16384), (8, 16)))
-    assert len(found) == 12 and all(p.causal for p in found)
+    assert len(found) == 11 and all(p.causal for p in found)  # 16 heads of 128 columns are few and many
     assert [(p.batch, p.heads) for p in found[:3]] == [(1, 8), (1, 16), (16, 32)]
     assert found[-1].heads == 16 and found[-1].n == 16384
 

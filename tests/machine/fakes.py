@@ -40,6 +40,26 @@ class Driver:
     def cuLaunchCooperativeKernel(self, function, *rest):
         return self.cuLaunchKernel(function, *rest, 0)
 
+    # An early launch: the same, by way of a structure that names its fields.
+    CUlaunchAttributeID = SimpleNamespace(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=6)
+
+    @staticmethod
+    def CUlaunchAttribute():
+        return SimpleNamespace(id=0, value=SimpleNamespace(programmaticStreamSerializationAllowed=0))
+
+    @staticmethod
+    def CUlaunchConfig():
+        return SimpleNamespace()
+
+    @staticmethod
+    def CUstream(handle):
+        return handle
+
+    def cuLaunchKernelEx(self, config, function, params, extra):
+        assert config.numAttrs == 1 and config.attrs[0].value.programmaticStreamSerializationAllowed == 1
+        grid, block = (tuple(getattr(config, f"{what}Dim{axis}") for axis in "XYZ") for what in ("grid", "block"))
+        return self.cuLaunchKernel(function, *grid, *block, config.sharedMemBytes, config.hStream, params, extra)
+
     def cuCtxGetCurrent(self):
         return 0, self.context
 

@@ -248,8 +248,8 @@ def test_the_record_has_every_kernel_of_the_ladder_and_no_other():
     assert sorted(recorded) == sorted(launched), AGAIN
 
 
-SAMPLE = {case.name.split()[0]: case for case in flashnumba.ladder.compile_cases()}
-"""The last case of each kernel."""
+SAMPLE = {case.name.split(".")[0]: case for case in flashnumba.ladder.compile_cases()}
+"""The last case of each stage."""
 
 
 @needs_compiler

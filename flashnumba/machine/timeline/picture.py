@@ -35,7 +35,7 @@ def draw(records: Sequence[Record], window: tuple[float, float] | None = None) -
     """A column for each record, all on one scale of cycles; ``window``: from one cycle to another, all of it if None.
 
     Raises:
-        ValueError: a record without spans, or with more than :data:`MOST_ROWS` warps.
+        ValueError: a record without spans, or with more than :data:`MOST_ROWS` warps; a window with nothing in it.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -45,6 +45,9 @@ def draw(records: Sequence[Record], window: tuple[float, float] | None = None) -
     for record, count in zip(records, rows, strict=True):
         if not 1 <= count <= MOST_ROWS:
             raise ValueError(f"{record.kernel} has {count} warps to draw; a panel takes 1 to {MOST_ROWS}: fewer blocks")
+    if window and not any(s.begin < window[1] and s.end > window[0] for record in records for s in record.spans):
+        last = max(record.cycles for record in records)
+        raise ValueError(f"nothing happens from cycle {window[0]:.0f} to {window[1]:.0f}; the last one is {last:.0f}")
     below = max(map(len, slots))
     heights = [max(rows) + 1, max(below, 1) + 1] if below else [1]
     figure = Figure(figsize=(10 * len(records), 1.6 + 0.34 * sum(heights if below else [max(rows) + 1])))
@@ -57,7 +60,8 @@ def draw(records: Sequence[Record], window: tuple[float, float] | None = None) -
     for record, column, held in zip(records, panels.T, slots, strict=True):
         draw_warps(column[0], record)
         device = record.device if record.machine == "emulator" else f"{record.device}, measured"
-        column[0].set_title(f"{record.kernel}, {record.size}\n{device}, {record.ghz:.2f} GHz", fontsize=10)
+        title = f"{record.kernel}, {record.size}\n{device}, {record.ghz:.2f} GHz"
+        column[0].set_title(title, fontsize=10, parse_math=False)
         if below:
             draw_slots(column[1], record)
             column[1].set_visible(bool(held))
@@ -97,6 +101,7 @@ def draw_slots(axes: Axes, record: Record) -> None:
     for fill in record.fills():
         fills.setdefault((fill.block, fill.slot), []).append(fill)
     several = len({block for block, _ in fills}) > 1
+    left, right = axes.get_xlim()
     ticks = []
     for at, ((block, slot), uses) in enumerate(sorted(fills.items())):
         ticks.append(f"block {block}, slot {slot}" if several else f"slot {slot}")
@@ -106,9 +111,8 @@ def draw_slots(axes: Axes, record: Record) -> None:
             for color, lo, hi in zip(PHASES.values(), edges, edges[1:], strict=False):
                 if hi > lo:
                     axes.broken_barh([(lo, hi - lo)], (at - 0.36, 0.72), color=color, alpha=0.55, lw=0)
-            if max(edges) - edges[0] > NARROW * (axes.get_xlim()[1] - axes.get_xlim()[0]):
-                axes.text(
-                    (edges[0] + max(edges)) / 2, at, str(f.step), ha="center", va="center", fontsize=7, clip_on=True
-                )
+            lo, hi = max(edges[0], left), min(max(edges), right)  # what is seen of it
+            if hi - lo > NARROW * (right - left):
+                axes.text((lo + hi) / 2, at, str(f.step), ha="center", va="center", fontsize=7, clip_on=True)
     axes.set_yticks(range(len(ticks)), ticks, fontsize=8)
     axes.set_ylim(len(ticks) - 0.4, -0.6)

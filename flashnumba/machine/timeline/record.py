@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 from flashnumba.machine.timeline.trace import ANY, COPY, KINDS, PV, QK, SOFTMAX, WAIT
@@ -178,9 +179,37 @@ def from_json(data: Any) -> Record:
             if event["ph"] == "X"
             for args in (event["args"],)
         )  # fmt: skip
-        return Record(
+        record = Record(
             *(about[name] for name in ("machine", "device", "arch", "ghz", "kernel", "size")),
             dict(map(tuple, about["multiprocessors"])), spans, about["lost"], about["costs"],
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+        _check(record)
+        return record
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"it is a damaged trace: {type(error).__name__}: {error}") from None
+
+
+def _check(record: Record) -> None:
+    """That numbers are numbers, and that every span lies in a block that is there.
+
+    Raises:
+        TypeError, ValueError: they are not.
+    """
+
+    def check(name: str, value: Any, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"{name} is {value!r}")
+
+    def whole(*values: Any) -> bool:
+        return all(type(value) is int for value in values)
+
+    for name in ("machine", "device", "arch", "kernel", "size"):
+        check(name, getattr(record, name), isinstance(getattr(record, name), str))
+    check("ghz", record.ghz, 0 < record.ghz < inf)
+    check("lost", record.lost, whole(record.lost))
+    check("costs", record.costs, isinstance(record.costs, dict))
+    for place in record.multiprocessors.items():
+        check("multiprocessors", place, whole(*place))
+    for span in record.spans:
+        right = whole(*span[:5]) and span.block in record.multiprocessors and 0 <= span.begin <= span.end < inf
+        check("an event", tuple(span), right)

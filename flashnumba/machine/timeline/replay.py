@@ -86,7 +86,7 @@ class _Simulation:
             blocks.setdefault(block, []).append(warp)
         self.blocks = deque(blocks.items())
         machines = [Multiprocessor(i) for i in range(min(multiprocessors, max(1, len(blocks))))]
-        self.places = [(machine, slot) for slot in range(resident) for machine in machines]
+        self.places = [(machine, slot) for slot in range(min(resident, len(blocks))) for machine in machines]
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
         self.order = count()
         self.warps: list[Warp] = []

@@ -65,4 +65,4 @@ def _record(
     moved = sorted(s._replace(begin=round(s.begin - first, 2), end=round(s.end - first, 2)) for s in spans)
     ordered = tuple(sorted(moved, key=lambda s: (s.block, s.warp, s.begin)))
     lost = sum(row.made - len(row.marks) for row in rows)
-    return Record(machine, device, arch, round(ghz, 4), kernel, size, where, ordered, lost, costs)
+    return Record(machine, device, arch, float(f"{ghz:.5g}"), kernel, size, where, ordered, lost, costs)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from flashnumba.tiles.attention import AttentionTiles
 
-__all__ = ["STAGE", "plans", "tiles_of"]
+__all__ = ["STAGE", "plans"]
 
 EMULATED_WARPS = 2
 """Warps of 16 rows a block on the emulator, so that a small problem has several tiles of rows."""
@@ -117,6 +117,7 @@ STAGE = Stage(
             summary="the formula as written, all scores at once; work, grids and clock are in reference.py",
         ),
         kernel("plain", "a block a tile of rows, head after head, from the first row on"),
+        kernel("head_by_head", "the same from the last row on"),
         kernel("paired", "a block tiles i and n - 1 - i of a head, n + 1 tiles of keys for each"),
         kernel("longest_first", "a block a tile, the longest of several heads first"),
         kernel("persistent", "blocks that stay and draw the longest tile left from a counter"),

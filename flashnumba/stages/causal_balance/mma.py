@@ -1,8 +1,9 @@
-"""One flash forward by four schedules: kernels that differ in nothing but which block has which row tiles.
+"""One flash forward by five schedules: kernels that differ in nothing but which block has which row tiles.
 
-All attend alike (:mod:`flashnumba.tiles.forward`), on sm_90 with the tiles of ``flash_forward.mma``; what they take is
-in :mod:`flashnumba.tiles.schedule`. ``persistent`` has one launch more, which sets its counter to zero. ``stack_4`` and
-``stack_8`` are the longest first with four and eight warps along the rows, 16 rows each.
+All attend alike (:mod:`flashnumba.tiles.forward`), on sm_90 with the tiles of ``flash_forward.mma``, or nearly; which
+tiles of rows they take is in :mod:`flashnumba.tiles.schedule`. ``persistent`` has one launch more, which sets its
+counter to zero. ``stack_4`` and ``stack_8`` are the longest first with four and eight warps along the rows, 16 rows
+each.
 
 Every row is computed in the same way whoever computes it, so all schedules give the same bits.
 
@@ -17,7 +18,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel
-from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
+from flashnumba.stages.heads import ARGUMENTS, MOST_BLOCKS, Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, tier, tiles_for
 from flashnumba.tiles.schedule import SCHEDULES
@@ -58,7 +59,7 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
         broken: plants a fault in the kernel; ``"uncleared"`` leaves out the launch that clears the counter.
 
     Raises:
-        ValueError: float32, or bfloat16 below sm_80.
+        ValueError: float32, or bfloat16 below sm_80; more units of work than the numbers of a schedule count.
     """
     check_element(shape.element, shape.arch)
     tiles = tiles or balanced_tiles(shape)
@@ -70,6 +71,11 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
     blocks = SCHEDULES[schedule].blocks(-(-shape.m // tiles.bm), shape.heads * shape.batch)
     if not drawn:
         return Plan((Launch(kernel, blocks, tiles.threads, tiles.shared),))
+    if blocks > MOST_BLOCKS:  # the grid does not say so, and the counter would come round
+        raise ValueError(
+            f"q has {shape.batch} x {shape.heads} heads of {shape.m} rows, {blocks} tiles to draw; a counter takes "
+            f"{MOST_BLOCKS}: split the batch"
+        )
     blocks = min(blocks, shape.multiprocessors * at_once(tiles))
     draws = Launch(kernel, blocks, tiles.threads, tiles.shared, DRAWN_ARGS)
     clears = () if broken == "uncleared" else (Launch(clear, 1, clear.threads, 0, ("counter",)),)
@@ -77,11 +83,12 @@ def plan_balanced(schedule: str, shape: Shape, tiles: AttentionTiles | None = No
 
 
 def balanced_tiles(shape: Shape) -> AttentionTiles:
-    """The same for all schedules. A loop around a piece takes registers that two fragments a warp do not always leave:
-    they do on sm_90; elsewhere a warp has 16 rows, and the promise of one block keeps the compiler from saving."""
+    """The same for all schedules. A loop around a piece takes registers that two fragments a warp do not always leave.
+    On sm_90 they do, where D is 128 with a step of Q held; elsewhere a warp has 16 rows, and the promise of one block
+    keeps the compiler from saving."""
     usual = tiles_for(shape.d, shape.arch, shape.vector)
     if shape.arch.startswith("90"):
-        return usual
+        return replace(usual, q_held=1) if usual.d == 128 and usual.frags == 2 else usual
     return replace(usual if usual.frags == 1 else stack_for(4, shape.d, shape.arch), min_blocks=1)
 
 

@@ -103,7 +103,7 @@ def references() -> tuple[Rung, ...]:
     }
     traffic = flash_count.Traffic("QO+KV/tile", lambda shape: flash_count.fused(shape, 16, 64))
     return tuple(
-        Rung(f"mmac_{way}", "reference", partial(lane_by_lane, way=way), traffic, summary=said)
+        Rung(f"{way}_64", "reference", partial(lane_by_lane, way=way), traffic, summary=said)
         for way, said in words.items()
     )
 

@@ -46,7 +46,8 @@ def make_chained(
     It takes ``tiles.shared + shared_of(way, tiles)`` bytes of dynamic shared memory.
     """
     return make_scheduled(
-        tiles, element, vector, arch, even=even, chain=way, name=f"chained_gemm.{way}", broken=broken
+        tiles, element, vector, arch, schedule="head_by_head", even=even, chain=way, name=f"chained_gemm.{way}",
+        broken=broken,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def draw_layouts(axes: Axes, held: np.ndarray, wanted: np.ndarray, sharing: np.n
     axes.spines[:].set_visible(False)
     axes.set(title=title, ylabel="query")
     axes.set_xlabel("key: as the first product leaves it | as the second wants it", fontsize=9, loc="left")
-    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, -0.1), handletextpad=0.1, frameon=False)
+    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1, -0.15), handletextpad=0.1, frameon=False)
 
 
 def draw_senders(axes: Axes, sent: Mapping[str, tuple[Sent, np.ndarray]]) -> None:

@@ -56,7 +56,7 @@ def draw_shared(axes: Axes, d: int = 128, bn: int = 64) -> None:
         within = machine.shared_within(3) / 1024
         axes.axhline(within, color=GREY, ls=style, lw=1)
         axes.text(4.1, within + 0.8, f"{machine.name}: {within:.0f} KB", fontsize=7, va="bottom", color=GREY)
-    axes.set(xticks=STAGES, xlim=(0.8, 5.2), ylim=(0, 80), xlabel="slots", ylabel="KB of shared memory a block")
+    axes.set(xticks=STAGES, xlim=(0.8, 5.2), ylim=(0, 98), xlabel="slots", ylabel="KB of shared memory a block")
     axes.set_title(f"D = {d}, {bn} keys; lines: the most for three blocks", fontsize=10)
     axes.legend(fontsize=8, loc="upper left")
 
@@ -71,7 +71,7 @@ def blocks_of(name: str, machine: str, registers: int, d: int = 128, bn: int = 6
 
 
 def draw_blocks(axes: Axes, names: Sequence[str], registers: Mapping[str, Mapping[str, int]], d: int = 128) -> None:
-    """Blocks a multiprocessor of each kernel on three machines; dark where shared memory limits them.
+    """Blocks a multiprocessor of each kernel on three machines; hatched where shared memory limits them.
 
     Args:
         registers: a thread, by machine and kernel.

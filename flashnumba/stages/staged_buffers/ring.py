@@ -20,7 +20,7 @@ from flashnumba.stages.staged_buffers.slices import StagedTiles, make_slice_step
 from flashnumba.tiles.attention import ALIGNMENT, factor_of, log_sum, make_steps
 from flashnumba.tiles.copy_strips import make_copy_strips
 from flashnumba.tiles.copy_tile import copies_ahead, make_waiting
-from flashnumba.tiles.marks import ANY, COPY, LOG, PV, QK, SOFTMAX, STORE, WAIT, make_marks
+from flashnumba.tiles.marks import ANY, COPY, LOG, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide
 
 __all__ = ["FAULTS", "make_staged"]
@@ -98,18 +98,21 @@ def make_staged(
         return int64(2) if packed else x.strides[3]
 
     @device
-    def issue(n, slot, sources, here, more, left):
+    def issue(n, slot, step, sources, here, more, left, log):
         """Start to copy slice n, counted from the first of this tile, to a slot; nothing where there is no such tile.
 
-        K and V of this tile begin at the addresses ``here``. From it on there are ``more`` tiles and ``left`` keys."""
+        K and V of this tile begin at the addresses ``here``. From it on there are ``more`` tiles and ``left`` keys.
+        The slice is for ``step``."""
         q, k, v, q_from, m_left = sources
         k_at, v_at = here
         if n < 0:
+            mark(log, COPY, step, ANY)
             part, columns = n + parts, int32(q.shape[3] - (n + parts) * width)
             copy_q(slot, q_from + part * width * column_step(q), q.strides[2], q.strides[3], m_left, columns)
         else:
             tiles_on, part = n // per_tile, n % per_tile
             if more > int32(tiles_on):
+                mark(log, COPY, step, step % stages)
                 if part < parts:
                     at = k_at + tiles_on * bn * k.strides[2] + part * width * column_step(k)
                     rows_left, columns = int32(left - tiles_on * bn), int32(k.shape[3] - part * width)
@@ -126,15 +129,13 @@ def make_staged(
     def begin(n, slot, step, sources, here, more, left, log):
         """A step up to its product: start what comes later, and wait for what is needed now."""
         if copies_first:
-            mark(log, COPY, step, ANY)
-            issue(n, slot, sources, here, more, left)
+            issue(n, slot, step + ahead, sources, here, more, left, log)
         mark(log, WAIT, step, ANY)
         wait()
         if meets:
             cuda.syncthreads()  # the slice of this step is there for all, and nobody reads that of the step before
         if not copies_first:
-            mark(log, COPY, step, ANY)
-            issue(n, slot, sources, here, more, left)
+            issue(n, slot, step + ahead, sources, here, more, left, log)
 
     @device
     def end():
@@ -142,19 +143,20 @@ def make_staged(
             cuda.syncthreads()  # with one slot: nobody reads the slice any more
 
     @device
-    def fill(i, ring, sources, here, more, left):
-        issue(filled[i], ring[fills[i]], sources, here, more, left)
+    def fill(i, ring, sources, here, more, left, log):
+        issue(filled[i], ring[fills[i]], i, sources, here, more, left, log)
 
     @device
     def q_step(i, held, ring, lane_at, sources, here, more, left, log):
         begin(q_copy[i], ring[q_into[i]], i, sources, here, more, left, log)
+        mark(log, OTHER, i, ANY)
         load_q(held, ring[q_slot[i]] + lane_at, i)
         end()
 
     @device
     def k_step(i, s, held, ring, lane_at, step, sources, here, more, left, log):
         begin(copy_of[i], ring[into_of[i]], step + i, sources, here, more, left, log)
-        mark(log, QK, step + i, slot_of[i])
+        mark(log, QK, step + i, (step + i) % stages)
         multiply_qk(s, held, ring[slot_of[i]] + lane_at, i)
         end()
 
@@ -162,7 +164,7 @@ def make_staged(
     def v_step(i, acc, p, s, l, bias, factor, ring, lane_at, step, sources, here, more, left, log):
         slot = slot_of[parts + i]
         begin(copy_of[parts + i], ring[into_of[parts + i]], step + parts + i, sources, here, more, left, log)
-        mark(log, PV, step + parts + i, slot)
+        mark(log, PV, step + parts + i, (step + parts + i) % stages)
         for n in range(per_slice):
             multiply_pv(acc, p, ring[slot] + lane_at, i * per_slice + n, n)
             if i * per_slice + n + 1 < sixteens:
@@ -216,11 +218,11 @@ def make_staged(
         # Steps are written out, so that what the table says of each is a constant.
         sources, here, more, left = (q, k, v, q_from, m_left), (k_at, v_at), few(last), few(n_rows)
         if ahead > 0:
-            fill(0, ring, sources, here, more, left)
+            fill(0, ring, sources, here, more, left, log)
         if ahead > 1:
-            fill(1, ring, sources, here, more, left)
+            fill(1, ring, sources, here, more, left, log)
         if ahead > 2:
-            fill(2, ring, sources, here, more, left)
+            fill(2, ring, sources, here, more, left, log)
         q_step(0, held, ring, q_lane, sources, here, more, left, log)
         if parts > 1:
             q_step(1, held, ring, q_lane, sources, here, more, left, log)

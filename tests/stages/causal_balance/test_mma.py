@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from flashnumba.machine.emulator import as_python
 from flashnumba.stages import heads
 from flashnumba.stages.causal_balance import mma
 from flashnumba.stages.flash_forward.mma import plan_mma
@@ -106,6 +107,17 @@ def test_sections_of_heads(machine, monkeypatch):
     assert_attention(run(lambda shape: plan, case, machine), case)
 
 
+def test_sections_are_of_heads_that_share_keys():
+    """Keys and values of one head fill the cache; three heads have them in common."""
+    q, k = (np.broadcast_to(np.float16(0), shape) for shape in ((2, 6, 40, 32), (2, 2, 1 << 18, 32)))
+    place = as_python(scheduled.make_place(TINY, "float16", SCHEDULES["longest_first"].piece))
+    found = [tuple(map(int, place(q, k, 1, number))) for number in range(36)]
+    assert found == [
+        (batch, head, tile, 3) for batch in (0, 1) for group in (0, 3) for tile in (2, 1, 0)
+        for head in range(group, group + 3)
+    ]  # fmt: skip
+
+
 def test_the_flash_forward_takes_any_of_them(machine):
     case = normal(200, 150, 32, np.float16, causal=True)
     assert_attention(run(plan_mma, case, machine, checks=False), case)
@@ -132,17 +144,26 @@ def test_grids():
     shape = Shape("float16", 2, 4, 2, 128 * 9 - 5, 2000, 64, True, multiprocessors=132)
     grid = {name: mma.PLANS[name](shape).launches[-1].grid for name in mma.PLANS}
     assert grid == {
-        "plain": 72, "paired": 40, "longest_first": 72, "persistent": 72, "stack_4": 144, "stack_8": 72,
+        "plain": 72, "head_by_head": 72, "paired": 40, "longest_first": 72, "persistent": 72,
+        "stack_4": 144, "stack_8": 72,
     }  # fmt: skip
     many = replace(shape, batch=100)
     assert mma.PLANS["persistent"](many).launches[-1].grid == 2 * 132
     assert mma.PLANS["persistent"](shape).launches[0].args == ("counter",)
 
 
+def test_more_than_a_counter_counts():
+    """2^32 tiles would come round to nothing, and no grid is too large to say so."""
+    shape = Shape("float16", 1, 2**31 - 1, 1, 1, 1, 64, True, multiprocessors=132)
+    assert mma.PLANS["persistent"](shape).launches[-1].grid == 2 * 132
+    with pytest.raises(ValueError, match="q has 2 x 2147483647 heads of 1 rows, 4294967294 tiles to draw; a counter"):
+        mma.PLANS["persistent"](replace(shape, batch=2))
+
+
 def test_the_tiles_of_the_flash_forward_where_they_leave_registers():
     for arch, same in (("75", True), ("80", False), ("89", False), ("90a", True), ("120a", False)):
         shape = Shape("float16", 1, 1, 1, 512, 512, 128, True, arch=arch)
-        assert (replace(mma.balanced_tiles(shape), min_blocks=0) == tiles_for(128, arch)) is same
+        assert (replace(mma.balanced_tiles(shape), min_blocks=0, q_held=0) == tiles_for(128, arch)) is same
         assert mma.balanced_tiles(shape).shared <= tiles_for(128, arch).shared
     for d in (32, 64, 128):
         for warps in (4, 8):

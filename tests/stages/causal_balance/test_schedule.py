@@ -63,6 +63,12 @@ def test_pairs_are_alike_but_for_a_step(m, longer, bm, bn):
     assert np.ptp(of_each, axis=0) <= -(-bm // bn) + 1 if len(of_each) else True
 
 
+@given(tiles=st.integers(1, 20), heads=sizes)
+def test_head_by_head_is_longest_first_in_sections_of_one(tiles, heads):
+    assert grid_of("head_by_head", tiles, heads, heads) == grid_of("longest_first", tiles, heads, 1)
+    assert grid_of("head_by_head", tiles, heads, heads, causal=0) == grid_of("plain", tiles, heads, 1)
+
+
 @given(st.integers(1, 30), sizes, sizes)
 def test_a_section_is_finished_before_the_next_begins(tiles, heads, near):
     near = min(near, heads)

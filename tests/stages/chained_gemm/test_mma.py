@@ -126,7 +126,10 @@ def test_registers_is_the_flash_forward(machine):
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "the compiler is installed")
 def test_registers_is_the_flash_forward_to_the_instruction():
     tiles, texts = SMALL["two slots"], []
-    for kernel in (mma.make_chained("registers", tiles, "float16"), flash.make_mma(tiles, "float16")):
+    for kernel in (
+        mma.make_chained("registers", tiles, "float16"),
+        flash.make_mma(tiles, "float16", schedule="head_by_head"),
+    ):
         made = compile_kernel(kernel, signature("float16"), "90a")
         texts.append(re.sub(r"_Z\w+|\$L\w+|flash_forward|chained_gemm|\d+", "", made.ptx))
     assert texts[0] == texts[1]
