@@ -13,7 +13,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashnumba.attention import Choice, NoGpuWarning
+from flashnumba.attention import Choice, NoGpuWarning, usual
+from flashnumba.stages.again import Recipes, kind, of_backward
 
 if TYPE_CHECKING:
     from flashnumba.stages import heads
@@ -39,6 +40,8 @@ CHOICES = (
     Choice("anything else", "backward.simt", lambda shape, gpu: True),
 )  # fmt: skip
 """What ``backend="auto"`` means: the first row that holds. All of them give the same bits every time."""
+
+RECIPES = Recipes()
 
 
 def attention_backward(
@@ -74,26 +77,51 @@ def attention_backward(
 
     Source: the mathematics and its limits are in :mod:`flashnumba.stages.backward.reference`.
     """
+    given = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+    key = _key(given, causal, scale, backend)
+    known = RECIPES.get(key)
+    if known is not None:
+        return known(*given)
+    return _first(key, given, causal, scale, backend)
+
+
+def _key(given: tuple[Any, ...], causal: Any, scale: Any, backend: Any) -> Any:
+    """What a recipe depends on; None for arguments that are looked at each time."""
+    if not usual(causal, scale, backend):
+        return None
+    kinds = []
+    for array in given:
+        of_array = kind(array)
+        if of_array is None:
+            return None
+        kinds.append(of_array)
+    return backend, causal, scale, *kinds
+
+
+def _first(key: Any, given: tuple[Any, ...], causal: Any, scale: Any, backend: Any) -> tuple[Any, Any, Any]:
+    """A call whose kind is not known yet: check, choose, compute, remember."""
     from flashnumba.stages.backward.problem import prepare_backward
 
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     on_host = backend in ("numpy", "emulator")
     if on_host:
-        given = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-        _check_places(backend, given)
+        _check_places(backend, dict(zip(("do", "q", "k", "v", "o", "lse", "dlse"), given, strict=False)))
     made = prepare_backward(
-        do, q, k, v, o, lse, causal=causal, scale=scale, dlse=dlse, machine="emulator" if on_host else "auto",
-        stream=None,
+        *given[:6], causal=causal, scale=scale, dlse=given[6] if len(given) > 6 else None,
+        machine="emulator" if on_host else "auto", stream=None,
     )  # fmt: skip
     chosen = backend
     if backend in ("auto", "emulator"):
         chosen = choose(made.shape, backend == "emulator" or _has_gpu(made)).backend
-    if chosen != "numpy":
-        return made.run(planner(chosen)(made.shape))
-    if backend == "auto":
-        _notice()
-    return _on_numpy(made)
+    if chosen == "numpy":
+        if backend == "auto":
+            _notice()
+        return _on_numpy(made)
+    plan = planner(chosen)(made.shape)
+    found = made.run(plan)
+    RECIPES.add(key, of_backward(made, plan))
+    return found
 
 
 def choose(shape: heads.Shape, gpu: bool) -> Choice:
@@ -161,5 +189,5 @@ def _notice() -> None:
         f"attention_backward() found no GPU that it can use ({reason}) and computes with NumPy on the CPU, now and "
         "later. backend='numpy' asks for that and says nothing. `flashnumba doctor` says what is missing.",
         NoGpuWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

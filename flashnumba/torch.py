@@ -30,6 +30,7 @@ except ImportError as error:
     ) from error
 
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flashnumba
 
@@ -55,10 +56,8 @@ Grad = Tensor | None
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> tuple[Tensor, Tensor]:
     if q.dtype is torch.float64 and q.device.type == "cpu":
         return _forward64(q, k, v, causal, scale)
-    # Without detach a tensor that asks for a gradient would be described and planned anew at each call.
-    return flashnumba.attention(
-        q.detach(), k.detach(), v.detach(), causal=causal, scale=scale, return_lse=True, backend=BACKENDS[backend][0]
-    )
+    q, k, v = _bare(q, k, v)
+    return flashnumba.attention(q, k, v, causal=causal, scale=scale, return_lse=True, backend=BACKENDS[backend][0])
 
 
 def _backward(
@@ -69,11 +68,16 @@ def _backward(
         return _backward64(do, dlse, q, k, v, o, lse, causal, scale)
     if do.stride(-1) != 1:  # of a sum it is one number, expanded; read as it is it would cost all tensors their vectors
         do = do.contiguous()
-    do, q, k, v, o, lse = (x.detach() for x in (do, q, k, v, o, lse))
-    dlse = None if dlse is None else dlse.detach()
+    do, q, k, v, o, lse, *more = _bare(do, q, k, v, o, lse, *(() if dlse is None else (dlse,)))
+    dlse = more[0] if more else None
     return flashnumba.attention_backward(
         do, q, k, v, o, lse, causal=causal, scale=scale, dlse=dlse, backend=BACKENDS[backend][1]
     )
+
+
+def _bare(*tensors: Tensor) -> list[Tensor]:
+    """Without what asks for a gradient: such a tensor would be described and planned anew at each call."""
+    return [x.detach() if x.requires_grad else x for x in tensors]
 
 
 def _forward64(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -123,7 +127,10 @@ def _derivative(ctx: Any, do: Grad, dlse: Grad) -> tuple[Grad, ...]:
     if do is None and dlse is None:
         return (None,) * 6
     do = torch.zeros_like(o) if do is None else do
-    backward = _Backward.apply if _transformed() else BACKWARD
+    way = _way(do, q, o)
+    if torch.is_grad_enabled() and way == "nobody":
+        way = "torch"  # is recorded, to refuse a second derivative
+    backward = _backward if way == "nobody" else _Backward.apply if way == "torch.func" else BACKWARD
     return (*backward(do, dlse, q, k, v, o, lse, *ctx.options), None, None, None)
 
 
@@ -151,11 +158,7 @@ def _vmapped(operator: Any, tensors: int) -> Any:
 
 
 def _declare() -> tuple[torch.library.Library, Any, Any]:
-    """The library, which must stay alive, and its two operators.
-
-    ``torch.library.Library`` rather than the decorator ``custom_op``, which checks each call for aliases: its calls
-    take three times as long.
-    """
+    """The library, which must stay alive, and its two operators."""
     library = torch.library.Library("flashnumba", "DEF")
     options = "bool causal, float? scale, str backend"
     library.define(
@@ -185,9 +188,24 @@ def _declare() -> tuple[torch.library.Library, Any, Any]:
 _LIBRARY, FORWARD, BACKWARD = _declare()
 
 
-# -- under torch.func --------------------------------------------------------------------------------------------------
+# -- the three ways to them --------------------------------------------------------------------------------------------
+class _Eager(torch.autograd.Function):
+    """Plain tensors, outside of all transforms and tracers, pass by torch's dispatcher, which costs a host as much as a
+    launch."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Any:
+        results = _forward(q, k, v, *options)
+        _keep(ctx, (q, k, v, *options), results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, do: Grad, dlse: Grad) -> Any:
+        return _derivative(ctx, do, dlse)
+
+
 class _Forward(torch.autograd.Function):
-    """The forward for ``torch.func``, which does not reach derivatives that an operator has registered."""
+    """``torch.func`` does not reach a derivative that an operator has registered."""
 
     generate_vmap_rule = True
     setup_context = staticmethod(_keep)
@@ -216,8 +234,17 @@ class _Backward(torch.autograd.Function):
         """Nothing is kept: there is no derivative."""
 
 
-def _transformed() -> bool:
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+def _way(x: Tensor, y: Tensor, z: Tensor) -> str:
+    """Who is to see a call on these tensors: ``"nobody"``, ``"torch.func"`` or ``"torch"``, that is its dispatcher."""
+    if torch.compiler.is_compiling():
+        return "torch"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func"
+    plain = all(t.__class__ in _PLAIN for t in (x, y, z)) and not torch._C._len_torch_dispatch_stack()
+    return "nobody" if plain and not forward_ad._current_level + 1 else "torch"
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 # -- what is called ----------------------------------------------------------------------------------------------------
@@ -268,7 +295,12 @@ def attention(
             shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
             raise ValueError(f"q, k and v have shapes {shapes}; they must have the same number of axes, 2 to 4")
         q, k, v = (x[(None,) * (4 - axes)] for x in (q, k, v))
-    forward = _Forward.apply if _transformed() else FORWARD
+    way = _way(q, k, v)
+    if way == "nobody":
+        asked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        forward = _Eager.apply if asked else _forward
+    else:
+        forward = _Forward.apply if way == "torch.func" else FORWARD
     o, lse = forward(q, k, v, causal, scale, backend)
     if axes != 4:
         o, lse = o[(0,) * (4 - axes)], lse[(0,) * (4 - axes)]

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashnumba.machine.prepared import Fixed
     from flashnumba.stages import heads, rows
+    from flashnumba.stages.backward.problem import Backward
 
-__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_heads", "of_rows", "rows_key"]
+__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_backward", "of_heads", "of_rows", "rows_key"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,6 @@ def _reach(tensor: Any) -> int:
 # -- attention ---------------------------------------------------------------------------------------------------------
 def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe | None:
     """The recipe ``(q, k, v) -> o`` or ``(o, lse)`` of a plan that was run; None unless on torch tensors on a GPU."""
-    from flashnumba.machine import launcher
     from flashnumba.stages.heads import SCRATCH, signature
 
     if heads.found.kind != "torch-cuda":
@@ -144,18 +144,47 @@ def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe |
     o, lse = heads.results
     shapes = {"o": (o.shape, o.dtype), "lse": (lse.shape, lse.dtype)}
     shapes |= {name: (shape, getattr(torch, SCRATCH[name][0])) for name, shape in plan.scratch.items()}
-    new = [_empty(shape, dtype, o.device) for shape, dtype in shapes.values()]
-    known = {**heads.arrays, **{name: new[at]() for at, name in enumerate(shapes) if name in plan.scratch}}
     scalars = {"scale": heads.scale, "causal": int(heads.shape.causal)}
-    places = {name: at for at, name in enumerate(("q", "k", "v", *shapes))}
+    return _of_plan(heads, plan, ("q", "k", "v"), shapes, scalars, signature, ("o", "lse") if return_lse else ("o",))
+
+
+def of_backward(made: Backward, plan: heads.Plan) -> Recipe | None:
+    """The recipe ``(do, q, k, v, o, lse) -> (dq, dk, dv)``, or with dlse after lse if there was one, of a plan that was
+    run; None unless on torch tensors on a GPU."""
+    from flashnumba.stages.backward.problem import RESULTS, signature
+
+    if made.found.kind != "torch-cuda":
+        return None
+    shapes = {name: (result.shape, result.dtype) for name, result in zip(RESULTS, made.results, strict=True)}
+    shapes |= {name: (shape, sys.modules["torch"].float32) for name, shape in plan.scratch.items()}
+    scalars = {"scale": made.scale, "causal": int(made.shape.causal), "has_dlse": int(made.has_dlse)}
+    given = ("do", "q", "k", "v", "o", "lse", *(("dlse",) if made.has_dlse else ()))
+    return _of_plan(made, plan, given, shapes, scalars, signature, RESULTS)
+
+
+def _of_plan(
+    problem: heads.Heads | Backward, plan: heads.Plan, given: tuple[str, ...],
+    shapes: dict[str, tuple[Iterable[int], Any]], scalars: dict[str, Any], signature: Callable[..., Any],
+    returns: tuple[str, ...],
+) -> Recipe:  # fmt: skip
+    """A recipe whose arrays are ``given``, then those of ``shapes``, made anew."""
+    from flashnumba.machine import launcher
+
+    device = problem.results[0].device
+    new = [_empty(shape, dtype, device) for shape, dtype in shapes.values()]
+    known = {**problem.arrays, **{name: new[at]() for at, name in enumerate(shapes) if name in plan.scratch}}
+    places = {name: at for at, name in enumerate((*given, *shapes))}
+    if "dlse" in known:  # without one a kernel takes lse in its place, and does not look
+        places.setdefault("dlse", places["lse"])
     launches = []
     for launch in plan.launches:
-        wanted = signature(heads.shape.element, launch.args)
-        ready = launcher.prepare(launch.kernel, wanted, shared=launch.shared, machine="cuda", device=heads.device)
+        wanted = signature(problem.shape.element, launch.args)
+        ready = launcher.prepare(launch.kernel, wanted, shared=launch.shared, machine="cuda", device=problem.device)
         args = tuple({**known, **scalars}[name] for name in launch.args)
         arrays = [places[name] for name in launch.args if name in places]
         launches.append((ready.fixed(launch.grid, launch.threads, args), arrays))
-    return _recipe(new, launches, heads.device, (3, 4) if return_lse else 3)
+    wanted = tuple(places[name] for name in returns)
+    return _recipe(new, launches, problem.device, wanted if len(wanted) > 1 else wanted[0])
 
 
 # -- both --------------------------------------------------------------------------------------------------------------
