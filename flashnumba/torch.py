@@ -30,9 +30,10 @@ except ImportError as error:
     ) from error
 
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch._C._functorch import is_legacy_batchedtensor
 
 import flashnumba
+from flashnumba.stages.again import has_tangent
 
 __all__ = ["BACKENDS", "attention", "scaled_dot_product_attention"]
 
@@ -54,7 +55,7 @@ Grad = Tensor | None
 
 # -- what the operators do ---------------------------------------------------------------------------------------------
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> tuple[Tensor, Tensor]:
-    if q.dtype is torch.float64 and q.device.type == "cpu":
+    if _by_reference(q, backend):
         return _forward64(q, k, v, causal, scale)
     q, k, v = _bare(q, k, v)
     return flashnumba.attention(q, k, v, causal=causal, scale=scale, return_lse=True, backend=BACKENDS[backend][0])
@@ -64,7 +65,7 @@ def _backward(
     do: Tensor, dlse: Grad, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool,
     scale: float | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if q.dtype is torch.float64 and q.device.type == "cpu":
+    if _by_reference(q, backend):
         return _backward64(do, dlse, q, k, v, o, lse, causal, scale)
     if do.stride(-1) != 1:  # of a sum it is one number, expanded; read as it is it would cost all tensors their vectors
         do = do.contiguous()
@@ -73,6 +74,10 @@ def _backward(
     return flashnumba.attention_backward(
         do, q, k, v, o, lse, causal=causal, scale=scale, dlse=dlse, backend=BACKENDS[backend][1]
     )
+
+
+def _by_reference(q: Tensor, backend: str) -> bool:
+    return q.dtype is torch.float64 and q.device.type == "cpu" and backend in ("auto", "numpy")
 
 
 def _bare(*tensors: Tensor) -> list[Tensor]:
@@ -127,7 +132,7 @@ def _derivative(ctx: Any, do: Grad, dlse: Grad) -> tuple[Grad, ...]:
     if do is None and dlse is None:
         return (None,) * 6
     do = torch.zeros_like(o) if do is None else do
-    way = _way(do, q, o)
+    way = "torch" if is_legacy_batchedtensor(do) else _way(do, q, o)  # of autograd.grad(is_grads_batched=True)
     if torch.is_grad_enabled() and way == "nobody":
         way = "torch"  # is recorded, to refuse a second derivative
     backward = _backward if way == "nobody" else _Backward.apply if way == "torch.func" else BACKWARD
@@ -240,8 +245,13 @@ def _way(x: Tensor, y: Tensor, z: Tensor) -> str:
         return "torch"
     if torch._C._are_functorch_transforms_active():
         return "torch.func"
+    if any(has_tangent(t) for t in (x, y, z)):
+        raise RuntimeError(
+            "flashnumba.torch.attention has no jvp, that is no derivative in forward mode; use torch.autograd.grad or "
+            "torch.func.vjp"
+        )
     plain = all(t.__class__ in _PLAIN for t in (x, y, z)) and not torch._C._len_torch_dispatch_stack()
-    return "nobody" if plain and not forward_ad._current_level + 1 else "torch"
+    return "nobody" if plain else "torch"
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
