@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 from flashnumba import torch as face  # noqa: E402
 from flashnumba.stages.backward import reference  # noqa: E402
+from flashnumba.torch import kernels, operators  # noqa: E402
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
 
@@ -52,15 +53,15 @@ def test_gradients_of_o_and_lse_by_finite_differences(case, way):
         if way == "short":
             o, lse = attend(q, k, v, causal=causal, scale=scale)
         else:
-            o, lse = face.FORWARD(q, k, v, causal, scale, "numpy")
+            o, lse = operators.FORWARD(q, k, v, causal, scale, "numpy")
         return o, lse[:, :, unseen:]  # -inf has no difference
 
     assert torch.autograd.gradcheck(function, inputs)
 
 
 def test_finite_differences_notice_a_gradient_that_is_dropped(monkeypatch):
-    right = face._backward64
-    monkeypatch.setattr(face, "_backward64", lambda do, dlse, *rest: right(do, None, *rest))
+    right = kernels._backward64
+    monkeypatch.setattr(kernels, "_backward64", lambda do, dlse, *rest: right(do, None, *rest))
     with pytest.raises(torch.autograd.gradcheck.__globals__["GradcheckError"]):
         torch.autograd.gradcheck(attend, made())
 
@@ -132,9 +133,9 @@ def test_a_backend_reaches_both_directions(backend, monkeypatch):
     """By kernels: on the emulator, or on a GPU if there is one."""
     called = []
     for name in ("attention", "attention_backward"):
-        plain = getattr(face.flashnumba, name)
+        plain = getattr(kernels.flashnumba, name)
         monkeypatch.setattr(
-            face.flashnumba,
+            kernels.flashnumba,
             name,
             lambda *args, plain=plain, **options: called.append(options) or plain(*args, **options),
         )
@@ -161,7 +162,7 @@ def test_second_derivatives_are_refused(way):
         if way == "torch.func":
             first = torch.func.grad(loss_of)
             torch.func.grad(lambda x: first(x, k.detach(), v.detach()).sum())(q.detach())
-        first = face.FORWARD(q, k, v, True, None, "numpy")[0].sum() if way == "dispatcher" else loss_of(q, k, v)
+        first = operators.FORWARD(q, k, v, True, None, "numpy")[0].sum() if way == "dispatcher" else loss_of(q, k, v)
         (dq,) = torch.autograd.grad(first, q, create_graph=True)
         assert dq.requires_grad
         dq.sum().backward()
@@ -170,13 +171,13 @@ def test_second_derivatives_are_refused(way):
 # -- what torch asks of operators --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_the_operators_pass_torchs_checks(dtype):
-    torch.library.opcheck(face.FORWARD, (*made(dtype=dtype), True, None, "numpy"))
+    torch.library.opcheck(operators.FORWARD, (*made(dtype=dtype), True, None, "numpy"))
     q, k, v = made(dtype=dtype, asks=False)
     o, lse = attend(q, k, v)
     torch.library.opcheck(
-        face.BACKWARD, (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, False, 0.5, "numpy")
+        operators.BACKWARD, (torch.randn_like(o), torch.randn_like(lse), q, k, v, o, lse, False, 0.5, "numpy")
     )
-    torch.library.opcheck(face.BACKWARD, (torch.randn_like(o), None, q, k, v, o, lse, False, 0.5, "numpy"),
+    torch.library.opcheck(operators.BACKWARD, (torch.randn_like(o), None, q, k, v, o, lse, False, 0.5, "numpy"),
                           test_utils=("test_schema", "test_faketensor"))  # fmt: skip
 
 

@@ -172,12 +172,14 @@ def test_autocast(torch, ours):
 
 
 def test_the_operators_pass_torchs_checks(torch, ours):
+    from flashnumba.torch import operators
+
     inputs = made(torch, torch.float16, m=33, n=40)
-    torch.library.opcheck(ours.FORWARD, (*inputs, True, None, "auto"))
+    torch.library.opcheck(operators.FORWARD, (*inputs, True, None, "auto"))
     q, k, v = (x.detach() for x in inputs)
     o, lse = ours.attention(q, k, v, causal=True, return_lse=True)
     for dlse in (None, torch.randn_like(lse)):
-        torch.library.opcheck(ours.BACKWARD, (torch.randn_like(o), dlse, q, k, v, o, lse, True, None, "auto"))
+        torch.library.opcheck(operators.BACKWARD, (torch.randn_like(o), dlse, q, k, v, o, lse, True, None, "auto"))
 
 
 def test_float64_has_no_kernel(torch, ours):
