@@ -161,14 +161,17 @@ def train(run: Run, settings: Settings, text: Tensor, characters: int, device: s
 
 # -- all of them -------------------------------------------------------------------------------------------------------
 def distances(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of pairs of runs the largest distance between their losses at one step, and the mean distance."""
+    """Of pairs of runs at how many steps their losses have the same bits, and how far apart they are at one step."""
     by_name = {run["name"]: run["loss"] for run in runs}
     first = next(iter(by_name))
     found = []
     for a, b in ((first, f"{first} again"), (first, "torch"), ("torch", "torch again"), ("torch", "torch, other seed")):
         if a in by_name and b in by_name:
             apart = [abs(x - y) for x, y in zip(by_name[a], by_name[b], strict=True)]
-            found.append({"one": a, "other": b, "largest": max(apart), "mean": sum(apart) / len(apart)})
+            equal, mean = apart.count(0.0), sum(apart) / len(apart)
+            found.append(
+                {"one": a, "other": b, "steps": len(apart), "equal": equal, "mean": mean, "largest": max(apart)}
+            )
     return found
 
 

@@ -24,7 +24,7 @@ __all__ = ["draw_attention", "page"]
 
 BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
-NOT_RESULTS = ("resources", "timeline")
+NOT_RESULTS = ("resources", "timeline", "training")
 """Files of ``docs/results`` that are no tables of measurements on a device."""
 PICTURE = "attention.svg"
 FA2 = "torch, FlashAttention-2"
