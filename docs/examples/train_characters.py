@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     given = parser.parse_args(arguments)
     settings = Settings(steps=given.steps)
     if given.smoke:
-        settings = replace(settings, steps=6, layers=1, heads=2, head_dim=16, context=32, batch=4, warmup=1)
+        settings = replace(settings, steps=4, layers=1, heads=2, head_dim=16, context=32, batch=2, warmup=1)
     text = TEXT.read_text(encoding="ascii")
     alphabet = sorted(set(text))
     tokens = torch.tensor([alphabet.index(c) for c in text], device=given.device)
