@@ -8,7 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashnumba.bench import attention, backward, chain, decode, environment, gemm, heads, planned, softmax, staged, timing
+from flashnumba.bench import (
+    attention,
+    backward,
+    chain,
+    decode,
+    environment,
+    gemm,
+    heads,
+    planned,
+    softmax,
+    staged,
+    timing,
+)
 from flashnumba.bench.runner import Candidate, Runner, Size, Wrong
 from flashnumba.stages.gemm import simt
 from flashnumba.stages.gemm.problem import Plan, Shape
