@@ -78,7 +78,7 @@ print(f"kernels run on: {machine}")
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 data = load_minilm()
 q, k, v = (x[0, 2, 340:404].astype(np.float64) for x in (data.q, data.k, data.v))  # [64, 32] each
-do = np.random.default_rng(0).standard_normal(q.shape)
+do = np.random.default_rng(0).normal(size=q.shape)
 p = reference.weights(q @ k.T / np.sqrt(32))  # [64, 64]
 dp = do @ v.T
 ds = p * (dp - (p * dp).sum(1, keepdims=True))
@@ -291,7 +291,8 @@ plt.show()
 
 # %% [markdown]
 # That is where atomics come from. On the right eight blocks want to add to the last row tile, at times of their own.
-# The buffer has to be float32, as a float16 sum of many parts would lose them, has to be zero before, and rounded after:
+# The buffer has to be float32, as a float16 sum of many parts would lose them; it has to be zero before, and is rounded
+# after:
 
 # %%
 lesson.show_source(one_pass.make_finish(one_pass_tiles(128, "90a"), "float16", pairs=True))
@@ -304,7 +305,7 @@ lesson.show_source(one_pass.make_finish(one_pass_tiles(128, "90a"), "float16", p
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 q, k, v = (x[0, 2].astype(np.float64) for x in (data.q, data.k, data.v))  # [512, 32] each
-do = np.random.default_rng(0).standard_normal(q.shape)
+do = np.random.default_rng(0).normal(size=q.shape)
 p = reference.weights(q @ k.T / np.sqrt(32))
 ds = p * (do @ v.T - (p * (do @ v.T)).sum(1, keepdims=True))
 parts = np.stack([ds[:64, 8 * i : 8 * i + 8] @ k[8 * i : 8 * i + 8] for i in range(64)]).astype(np.float32)
@@ -379,8 +380,8 @@ lesson.table(("tokens", "D", *(f"{name}, MB" for name in ways_of(64))), table, "
 
 # %% [markdown]
 # No. An atomic addition reads and writes four bytes where a kernel by rows reads K and V once more, two bytes each.
-# What it saves is work for the tensor cores. The additions happen in the L2 cache; as long as dQ's buffer fits there, or
-# passes through it in order, they are cheap.
+# What it saves is work for the tensor cores. The additions happen in the L2 cache; as long as dQ's buffer fits there,
+# or passes through it in order, they are cheap.
 #
 # Longer tiles of keys mean fewer blocks that add:
 
