@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flashnumba.attention import Choice, NoGpuWarning
+from flashnumba.stages.again import Recipes, kind, of_backward
 
 if TYPE_CHECKING:
     from flashnumba.stages import heads
@@ -39,6 +40,8 @@ CHOICES = (
     Choice("anything else", "backward.simt", lambda shape, gpu: True),
 )  # fmt: skip
 """What ``backend="auto"`` means: the first row that holds. All of them give the same bits every time."""
+
+RECIPES = Recipes()
 
 
 def attention_backward(
@@ -74,6 +77,29 @@ def attention_backward(
 
     Source: the mathematics and its limits are in :mod:`flashnumba.stages.backward.reference`.
     """
+    given = (do, q, k, v, o, lse) if dlse is None else (do, q, k, v, o, lse, dlse)
+    key = _key(given, causal, scale, backend)
+    known = RECIPES.get(key)
+    if known is not None:
+        return known(*given)
+    return _first(key, do, q, k, v, o, lse, causal, scale, dlse, backend)
+
+
+def _key(given: tuple[Any, ...], causal: Any, scale: Any, backend: Any) -> Any:
+    """What a recipe depends on; None for arguments that are looked at each time."""
+    kinds = tuple(map(kind, given))
+    # Equal is not enough: 1 == True, and 1 is no mask.
+    if None in kinds or (causal.__class__, backend.__class__) != (bool, str):
+        return None
+    if scale is not None and scale.__class__ not in (float, int):
+        return None
+    return backend, causal, scale, scale.__class__, kinds
+
+
+def _first(
+    key: Any, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, causal: Any, scale: Any, dlse: Any, backend: Any
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """A call whose kind is not known yet: check, choose, compute, remember."""
     from flashnumba.stages.backward.problem import prepare_backward
 
     if not isinstance(backend, str) or backend not in BACKENDS:
@@ -89,11 +115,14 @@ def attention_backward(
     chosen = backend
     if backend in ("auto", "emulator"):
         chosen = choose(made.shape, backend == "emulator" or _has_gpu(made)).backend
-    if chosen != "numpy":
-        return made.run(planner(chosen)(made.shape))
-    if backend == "auto":
-        _notice()
-    return _on_numpy(made)
+    if chosen == "numpy":
+        if backend == "auto":
+            _notice()
+        return _on_numpy(made)
+    plan = planner(chosen)(made.shape)
+    results = made.run(plan)
+    RECIPES.add(key, of_backward(made, plan))
+    return results
 
 
 def choose(shape: heads.Shape, gpu: bool) -> Choice:
@@ -161,5 +190,5 @@ def _notice() -> None:
         f"attention_backward() found no GPU that it can use ({reason}) and computes with NumPy on the CPU, now and "
         "later. backend='numpy' asks for that and says nothing. `flashnumba doctor` says what is missing.",
         NoGpuWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
