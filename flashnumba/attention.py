@@ -124,17 +124,14 @@ def _key(q: Any, k: Any, v: Any, causal: Any, scale: Any, return_lse: Any, backe
     of_k, of_v = kind(k), kind(v)
     if of_k is None or of_v is None:
         return None
-    if return_lse.__class__ is not bool or not usual(causal, scale, backend):
+    # Equal is not enough: 1 == True, and 1 is no mask.
+    types = causal.__class__, return_lse.__class__, backend.__class__, scale.__class__
+    if types not in _USUAL:
         return None
     return backend, causal, scale, return_lse, of_q, of_k, of_v
 
 
-def usual(causal: Any, scale: Any, backend: Any) -> bool:
-    """Whether options may be part of a key. Equal is not enough: 1 == True, and 1 is no mask."""
-    return (causal.__class__, backend.__class__, scale.__class__) in _USUAL
-
-
-_USUAL = {(bool, str, number) for number in (type(None), float, int)}
+_USUAL = {(bool, bool, str, number) for number in (type(None), float, int)}
 
 
 def _first(

@@ -13,7 +13,7 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flashnumba.attention import Choice, NoGpuWarning, usual
+from flashnumba.attention import Choice, NoGpuWarning
 from flashnumba.stages.again import Recipes, kind, of_backward
 
 if TYPE_CHECKING:
@@ -82,23 +82,23 @@ def attention_backward(
     known = RECIPES.get(key)
     if known is not None:
         return known(*given)
-    return _first(key, given, causal, scale, backend)
+    return _first(key, do, q, k, v, o, lse, causal, scale, dlse, backend)
 
 
 def _key(given: tuple[Any, ...], causal: Any, scale: Any, backend: Any) -> Any:
     """What a recipe depends on; None for arguments that are looked at each time."""
-    if not usual(causal, scale, backend):
+    kinds = tuple(map(kind, given))
+    # Equal is not enough: 1 == True, and 1 is no mask.
+    if None in kinds or (causal.__class__, backend.__class__) != (bool, str):
         return None
-    kinds = []
-    for array in given:
-        of_array = kind(array)
-        if of_array is None:
-            return None
-        kinds.append(of_array)
-    return backend, causal, scale, *kinds
+    if scale is not None and scale.__class__ not in (float, int):
+        return None
+    return backend, causal, scale, scale.__class__, kinds
 
 
-def _first(key: Any, given: tuple[Any, ...], causal: Any, scale: Any, backend: Any) -> tuple[Any, Any, Any]:
+def _first(
+    key: Any, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, causal: Any, scale: Any, dlse: Any, backend: Any
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """A call whose kind is not known yet: check, choose, compute, remember."""
     from flashnumba.stages.backward.problem import prepare_backward
 
@@ -106,10 +106,11 @@ def _first(key: Any, given: tuple[Any, ...], causal: Any, scale: Any, backend: A
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     on_host = backend in ("numpy", "emulator")
     if on_host:
-        _check_places(backend, dict(zip(("do", "q", "k", "v", "o", "lse", "dlse"), given, strict=False)))
+        given = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+        _check_places(backend, given)
     made = prepare_backward(
-        *given[:6], causal=causal, scale=scale, dlse=given[6] if len(given) > 6 else None,
-        machine="emulator" if on_host else "auto", stream=None,
+        do, q, k, v, o, lse, causal=causal, scale=scale, dlse=dlse, machine="emulator" if on_host else "auto",
+        stream=None,
     )  # fmt: skip
     chosen = backend
     if backend in ("auto", "emulator"):
@@ -119,9 +120,9 @@ def _first(key: Any, given: tuple[Any, ...], causal: Any, scale: Any, backend: A
             _notice()
         return _on_numpy(made)
     plan = planner(chosen)(made.shape)
-    found = made.run(plan)
+    results = made.run(plan)
     RECIPES.add(key, of_backward(made, plan))
-    return found
+    return results
 
 
 def choose(shape: heads.Shape, gpu: bool) -> Choice:

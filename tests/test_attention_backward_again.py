@@ -1,74 +1,79 @@
-"""attention_backward() a second time on tensors of the same kind, on a stand-in for a GPU."""
+"""attention_backward() a second time on tensors of the same kind; on a stand-in for a GPU, and on a real one."""
 
 from __future__ import annotations
 
-import sys
-
-import numpy as np
 import pytest
 
-from flashnumba import attention_backward
+from flashnumba import attention, attention_backward, gradients
+from flashnumba.stages.again import Recipes
 from tests.machine.fakes import Tensor
 
-room = sys.modules["flashnumba.gradients"]
-ARRAY = 13
-"""Words of a kernel's parameter that is an array of four axes; its address is word 4."""
+NAMES = ("do", "q", "k", "v", "o", "lse", "dlse")
 
 
 @pytest.fixture
 def once(monkeypatch, fake_gpu, fake_torch):
     """After ``once()`` a call that checks, chooses or plans anew fails."""
-    monkeypatch.setattr(room, "RECIPES", type(room.RECIPES)())
-    return lambda: monkeypatch.setattr(room, "_first", lambda *args: pytest.fail("looked a second time"))
+    monkeypatch.setattr(gradients, "RECIPES", Recipes())
+    return lambda: monkeypatch.setattr(gradients, "_first", lambda *args: pytest.fail("looked a second time"))
 
 
-def tensors(at, dtype="torch.float16"):
-    q, kv = (2, 4, 256, 64), (2, 2, 512, 64)
-    shapes = {"do": q, "q": q, "k": kv, "v": kv, "o": q, "lse": q[:3], "dlse": q[:3]}
+def tensors(at, q=(2, 4, 256, 64), kv=(2, 2, 512, 64), dtype="torch.float16", dlse=False):
+    sizes = {"do": q, "q": q, "k": kv, "v": kv, "o": q} | dict.fromkeys(("lse", "dlse") if dlse else ("lse",), q[:-1])
     return {
-        name: Tensor(at + 0x1000 * i, "torch.float32" if "lse" in name else dtype, shape)
-        for i, (name, shape) in enumerate(shapes.items())
+        name: Tensor(at + 0x1000 * i, "torch.float32" if "lse" in name else dtype, size)
+        for i, (name, size) in enumerate(sizes.items())
     }
 
 
-@pytest.mark.parametrize("with_dlse", [False, True])
-@pytest.mark.parametrize("backend", ["auto", "backward.simt", "backward.one_pass"])
-def test_a_second_call_differs_in_addresses_alone(backend, with_dlse, once, fake_gpu, fake_torch):
+@pytest.mark.parametrize("backend", ["backward.mma", "backward.one_pass", "backward.simt"])
+@pytest.mark.parametrize("dlse", [False, True])
+def test_a_second_call_differs_in_addresses_alone(backend, dlse, once, fake_gpu, fake_torch):
     launched = []
-    for at in (1 << 40, 1 << 41):
+    for at in (1 << 40, 1 << 41):  # as no size is
         before = len(fake_torch.made)
-        given = tensors(at)
-        if not with_dlse:
-            del given["dlse"]
-        gradients = attention_backward(**given, causal=True, scale=-0.25, backend=backend)
-        for gradient, name in zip(gradients, ("q", "k", "v"), strict=True):
-            assert (gradient.shape, gradient.dtype) == (given[name].shape, "torch.float16")
-        names = {x.data_ptr(): name for name, x in given.items()}
-        names |= {x.data_ptr(): f"new {i}" for i, x in enumerate(fake_torch.made[before:])}
-        names |= {x.data_ptr(): name for x, name in zip(gradients, ("dq", "dk", "dv"), strict=True)}
-        # An address is told by whose it is; the rest must be equal.
-        launched.append(
-            [(kernel, how, [names.get(value, value) for value in values]) for kernel, *how, values in fake_gpu.launches]
-        )
-        seen = {value for *_, values in launched[-1] for value in values if isinstance(value, str)}
-        assert seen >= {*given, "dq", "dk", "dv"}
+        given = tensors(at, dlse=dlse)
+        dq, dk, dv = attention_backward(**given, causal=True, scale=-0.25, backend=backend)
+        assert [x.shape for x in (dq, dk, dv)] == [given[x].shape for x in "qkv"]
+        assert all(x.dtype == "torch.float16" for x in (dq, dk, dv))
+        names = {x.data_ptr(): name for name, x in {**given, "dq": dq, "dk": dk, "dv": dv}.items()}
+        scratch = {x.data_ptr() for x in fake_torch.made[before:]} - set(names)
+        seen = [
+            (function, how, [names.get(word, word) for word in values if word not in scratch])
+            for function, *how, values in fake_gpu.launches
+        ]
+        assert {"dq", "dk", "dv", *given} <= {word for _, _, words in seen for word in words if isinstance(word, str)}
+        assert all(how[-1] == 1000 for _, how, _ in seen), "the current stream"
         fake_gpu.launches.clear()
+        launched.append(seen)
         once()
-    assert len(launched[0]) >= 3 and launched[0] == launched[1]
+    assert launched[0] == launched[1]
 
 
 def test_what_is_another_kind(once, fake_gpu, fake_torch):
-    base = tensors(1 << 40)
-    attention_backward(**base)
+    attention_backward(**tensors(0x10000))
     once()
-    attention_backward(**tensors(1 << 41))
-    do, lse = base["do"], base["lse"]
-    others = [
-        {"causal": True}, {"scale": 0.125}, {"backend": "backward.simt"}, {"dlse": None}, {"causal": 0},
-        {"scale": np.float32(1)}, {"do": do.as_strided(do.shape, (0, 0, 0, 1))},
-        {"o": Tensor(0x10002, do.dtype, do.shape)}, {"lse": Tensor(0x1000, lse.dtype, lse.shape, device=1)},
-        {"q": np.ones(do.shape, np.float16)},
-    ]  # fmt: skip
-    for change in others:
+    attention_backward(**tensors(0x20000))
+    base = tensors(0x10000)
+    for more in ({"causal": True}, {"scale": 0.125}, {"backend": "backward.one_pass"}, tensors(0x10000, dlse=True),
+                 {"do": Tensor(0x10002, "torch.float16", base["do"].shape)},
+                 {"lse": Tensor(0x50000, "torch.float32", (2, 4, 256), (2048, 512, 2))},
+                 {"scale": "1"}, {"causal": 1}):  # fmt: skip
         with pytest.raises(pytest.fail.Exception, match="looked a second time"):
-            attention_backward(**{**base, **change})
+            attention_backward(**base | more)
+
+
+@pytest.mark.gpu
+def test_again_and_again_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    for seed in range(3):
+        torch.manual_seed(seed)
+        q, k, v, do = (torch.randn(2, 4, 100, 64, device="cuda", dtype=torch.float16) for _ in range(4))
+        o, lse = attention(q, k, v, causal=True, return_lse=True)
+        for backend in ("auto", "backward.one_pass"):
+            leaves = [x.double().requires_grad_() for x in (q, k, v)]
+            theirs = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+            expected = torch.autograd.grad(theirs, leaves, do.double())
+            for got, exact in zip(attention_backward(do, q, k, v, o, lse, causal=True, backend=backend), expected,
+                                  strict=True):  # fmt: skip
+                torch.testing.assert_close(got.double(), exact, atol=1e-2, rtol=1e-2)

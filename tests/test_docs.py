@@ -245,12 +245,12 @@ def put(folder: Path, **files: dict) -> Path:
 def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
     page = results.page(tmp_path)
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Decode"]
-    for name in ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode"):
+    assert heads == ["Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Backward", "Decode"]
+    for name in ("softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode"):
         assert f"`flashnumba bench {name}`, on a GPU, writes it." in page
     page = results.page(put(tmp_path, decode=fakes.decode_file(), zebra=MEASURED))
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Decode", "Zebra", "Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance"]
+    assert heads == ["Decode", "Zebra", "Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Backward"]
     assert "flashnumba bench decode" not in page
 
 
@@ -307,6 +307,13 @@ def test_the_tables_of_the_ring(tmp_path: Path) -> None:
     assert "| element | D | mask | B x H x N | torch, FlashAttention-2 | tile_2 | quarter_4 |\n" in page
     assert "| float16 | 128 | none | 4 x 16 x 4096 | 300 | 290 | 290 (1.02) |\n" in page
     assert "| 128 | quarter_4 | 16.1 | 168 | 3 | 3 |" in page
+
+
+def test_the_tables_of_the_gradients(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, backward=fakes.backward_file())).split("<details>")[0]
+    assert "| element | D | mask | B x H x N | torch, FlashAttention-2 | mma | one_pass |\n" in page
+    assert "| float16 | 64 | causal | 4 x 32 x 4096 | 250 | 200 (0.80) | 260 (1.04) |\n" in page
+    assert "| float16 | 64 | causal | 4 x 32 x 4096 | 130 | 6 | - |" in page
 
 
 def test_the_tables_of_decoding(tmp_path: Path) -> None:

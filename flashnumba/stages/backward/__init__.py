@@ -71,7 +71,7 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
     if full or machine == "cuda":
         (rows, keys), (last, before) = (slice(None), slice(None)), (slice(212, 512), slice(None))
     else:
-        (rows, keys), (last, before) = (slice(340, 380), slice(300, 400)), (slice(350, 380), slice(250, 380))
+        (rows, keys), (last, before) = (slice(350, 380), slice(340, 400)), (slice(356, 380), slice(300, 380))
     return (
         case(name, q[..., rows, :], k[..., keys, :], v[..., keys, :], False),
         case(name, q[..., last, :], k[..., before, :], v[..., before, :], True),

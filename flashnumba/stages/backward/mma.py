@@ -75,7 +75,7 @@ def plan_mma(shape: Shape) -> Plan:
     """
     check_element(shape.element, shape.arch)
     of_rows, of_keys = dq_tiles(shape.d, shape.arch, shape.vector), dkdv_tiles(shape.d, shape.arch, shape.vector)
-    launches = (launch_rows(shape), launch_dq(shape, of_rows), *launch_dkdv(shape, of_keys))
+    launches = (launch_rows(shape, base2=True), launch_dq(shape, of_rows), *launch_dkdv(shape, of_keys))
     return Plan(launches, rows_scratch(shape))
 
 
@@ -88,7 +88,7 @@ def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str =
     row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
     sums, blocks = row_tiles * tiles.other * tiles.d, -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
     launches = (
-        launch_rows(shape),
+        launch_rows(shape, base2=True),
         Launch(clear, -(-sums // (4 * clear.threads)), clear.threads, 0, ("sums",)),
         Launch(make, blocks, tiles.threads, tiles.shared, ONE_PASS),
         Launch(finish, row_tiles, tiles.threads, 0, ("sums", "dq", "scale")),

@@ -62,7 +62,7 @@ def make_dkdv(
     A launch has a block for each ``tiles.own`` keys of each head of k, ``tiles.threads`` and ``tiles.shared``.
     """
     d, own, other, frags, slots, groups = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.slots, tiles.other // 8
-    threads, exchange = tiles.threads, tiles.exchange
+    threads, exchange, under = tiles.threads, tiles.exchange, tiles.under
     parts = make_parts(tiles, element, vector, arch, even=even, waits=broken != "wait", swizzled=broken != "swizzle")
     copy_own, copy_other, copy_statistics = parts.copy_own, parts.copy_other, parts.copy_statistics
     wait, commit, weight, pack, clear, store = (
@@ -96,6 +96,16 @@ def make_dkdv(
         copy_statistics(statistics, delta, origin, bias, first, m_rows - row)
 
     @device
+    def copy_next(more, here, q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row):
+        """The next step's tiles into the slots that step ``here`` leaves free."""
+        if more:
+            there, numbers = uint32(slot_bytes) - here, statistics
+            if here == uint32(0):
+                numbers += uint32(statistics_bytes)
+            copy_step(q_tile + there, do_tile + there, numbers, q, do, delta, origin, bias, batch, head, row)
+        commit()
+
+    @device
     def weigh(s, statistics, factor):
         """``statistics`` is the address of the lane's first column."""
         begin = cuda.local.array(2, float32)
@@ -104,10 +114,9 @@ def make_dkdv(
             ld_shared_v2_f32(begin, 0, statistics + uint32(4 * (other + 8 * n)))
             ld_shared_v2_f32(shift, 0, statistics + uint32(4 * (2 * other + 8 * n)))
             for i in range(2):
-                bias2 = shift[i] * float32(LOG2_E)
                 for r in range(rows_held):
                     at = ((r // 2) * groups + n) * 4 + 2 * (r % 2) + i
-                    s[at] = weight(s[at], begin[i], factor, bias2)
+                    s[at] = weight(s[at], begin[i], factor, shift[i])
 
     @device
     def hide(p, first_row, key, rows_left, keys_left, causal, lane):
@@ -208,14 +217,11 @@ def make_dkdv(
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # the step's tiles are there for all, and nobody reads the slots filled next
-            if slots == 2:
-                if more:
-                    there, numbers = uint32(slot_bytes) - here, statistics
-                    if here == uint32(0):
-                        numbers += uint32(statistics_bytes)
-                    copy_step(q_tile + there, do_tile + there, numbers, q, do, delta, origin, bias, batch, head, coming)
-                commit()
+            if slots == 2 and not under:
+                copy_next(more, here, q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, coming)
             multiply(s, held, k_lane, q_lane + here)
+            if slots == 2 and under:  # after the product has begun: addresses are computed under it
+                copy_next(more, here, q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, coming)
             weigh(s, lane_statistics, factor)
             if row < whole or row + other > m_rows:
                 key = int32(warp_row + (lane >> int32(2)))
@@ -316,8 +322,9 @@ def make_dq_parts(tiles: Tiles, element: str, arch: str):
                 ldmatrix_x4_trans(b, 0, k_step(b_lane, halves * n) + uint32(k * 16 * k_pitch))
                 product(acc, 8 * n, a, 0, b, 0)
                 product(acc, 8 * n + 4, a, 0, b, 2)
-        base = int64(tile) * (other * d) + int64(uint32(32) * warp + uint32(lane))
+        # A view that begins with the lane: constant indices into it cost no arithmetic.
+        mine = sums[int64(tile) * (other * d) + int64(uint32(32) * warp + uint32(lane)) :]
         for i in range(registers):
-            cuda.atomic.add(sums, base + int64(i * threads), acc[i])
+            cuda.atomic.add(mine, i * threads, acc[i])
 
     return scatter_ds, add_dq

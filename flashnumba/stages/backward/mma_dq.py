@@ -37,6 +37,7 @@ def make_dq(
     A launch has a block for each ``tiles.own`` rows of each head, ``tiles.threads`` and ``tiles.shared``.
     """
     own, other, frags, slots, groups = tiles.own, tiles.other, tiles.frags, tiles.slots, tiles.other // 8
+    under = tiles.under
     parts = make_parts(tiles, element, vector, arch, even=even, waits=broken != "wait", swizzled=broken != "swizzle")
     copy_own, copy_other, wait, commit = parts.copy_own, parts.copy_other, parts.wait, parts.commit
     weight, pack, clear, store = parts.weight, parts.pack, parts.clear, parts.store
@@ -48,6 +49,18 @@ def make_dq(
     no_barrier, no_free, no_tail, no_scale, no_delta, swapped = (
         broken == name for name in ("barrier", "free", "tail", "scale", "delta", "stride")
     )
+
+    @device
+    def copy_step(k_tile, v_tile, k_from, v_from, k, v, key, end):
+        """Keys from ``key`` on, of which there are ``end``; nothing from there on."""
+        v_row, v_column = v.strides[2], v.strides[3]
+        if swapped:
+            v_row, v_column = v.strides[3], v.strides[2]
+        if key < end:
+            left, columns = k.shape[2] - key, k.shape[3]
+            copy_other(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], left, columns)
+            copy_other(v_tile, v_from + key * v_row, v_row, v_column, left, columns)
+        commit()
 
     @device
     def weigh(s, origin, bias2, factor):
@@ -98,9 +111,6 @@ def make_dq(
         row0, offset = block * own, n_rows - m_rows
         head_kv = head // (q.shape[1] // k.shape[1])
         k_from, v_from = address_of(k, batch, head_kv, 0), address_of(v, batch, head_kv, 0)
-        v_row, v_column = v.strides[2], v.strides[3]
-        if swapped:
-            v_row, v_column = v.strides[3], v.strides[2]
 
         # Which keys: [0, end) are visible to some row of the block, [0, whole) to all.
         end, whole = n_rows, n_rows
@@ -117,7 +127,7 @@ def make_dq(
             here_origin[r], here_bias[r], here_delta[r] = float32(0), float32(0), float32(0)
             if row < m_rows:
                 here_origin[r] = origin[batch, head, row]
-                here_bias[r] = bias[batch, head, row] * float32(LOG2_E)
+                here_bias[r] = bias[batch, head, row]
                 here_delta[r] = delta[batch, head, row]
 
         held = cuda.local.array(1, uint32)
@@ -135,9 +145,7 @@ def make_dq(
 
         copy_own(q_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], m_rows - row0, columns)
         copy_own(do_tile, address_of(do, batch, head, row0), do.strides[2], do.strides[3], m_rows - row0, columns)
-        copy_other(k_tile, k_from, k.strides[2], k.strides[3], n_rows, columns)
-        copy_other(v_tile, v_from, v_row, v_column, n_rows, columns)
-        commit()
+        copy_step(k_tile, v_tile, k_from, v_from, k, v, int64(0), n_rows)
         for j in range(int64(0), (end + (other - 1)) // other):
             key, here = j * other, uint32(0)
             if slots == 2:
@@ -145,14 +153,12 @@ def make_dq(
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # K_j and V_j are there for all, and nobody reads the slots filled next
-            if slots == 2:
-                if key + other < end:
-                    there, ahead = uint32(slot_bytes) - here, key + other
-                    left = n_rows - ahead
-                    copy_other(k_tile + there, k_from + ahead * k.strides[2], k.strides[2], k.strides[3], left, columns)
-                    copy_other(v_tile + there, v_from + ahead * v_row, v_row, v_column, left, columns)
-                commit()
+            there, ahead = uint32(slot_bytes) - here, key + other
+            if slots == 2 and not under:
+                copy_step(k_tile + there, v_tile + there, k_from, v_from, k, v, ahead, end)
             multiply(s, held, q_lane, k_lane + here)
+            if slots == 2 and under:  # after the product has begun: addresses are computed under it
+                copy_step(k_tile + there, v_tile + there, k_from, v_from, k, v, ahead, end)
             weigh(s, here_origin, here_bias, factor)
             if key + other > whole:
                 hide(s, row0 + warp_row + (lane >> 2), key, offset, causal, n_rows, lane)
@@ -164,12 +170,7 @@ def make_dq(
             if slots == 1:
                 if not no_free:
                     cuda.syncthreads()  # nobody reads K_j and V_j any more
-                if key + other < end:
-                    ahead = key + other
-                    left = n_rows - ahead
-                    copy_other(k_tile, k_from + ahead * k.strides[2], k.strides[2], k.strides[3], left, columns)
-                    copy_other(v_tile, v_from + ahead * v_row, v_row, v_column, left, columns)
-                commit()
+                copy_step(k_tile, v_tile, k_from, v_from, k, v, ahead, end)
 
         wait()  # also where no key was visible and nobody waited for Q
         cuda.syncthreads()  # Q is there, before its tile is written to

@@ -33,6 +33,8 @@ class Tiles:
         slots: steps whose tiles shared memory holds: with two, copies travel under the products of the step before.
         results: accumulators, 2 for dK and dV in one kernel.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for.
+        under: copies of the next step begin under the first product and not before it, which hides what it takes to
+            compute addresses, and may take more registers.
         exchange: dS goes through shared memory as well, for dQ in the same pass.
 
     Raises:
@@ -47,6 +49,7 @@ class Tiles:
     results: int = 1
     min_blocks: int = 1
     exchange: bool = False
+    under: bool = False
 
     def __post_init__(self) -> None:
         if self.slots not in (1, 2) or self.results not in (1, 2):

@@ -4,6 +4,8 @@
 
     delta = rowsum(dO o O) - dlse            P_ij = exp(scale (s_ij - origin) - bias)            s = Q K^T
 
+The kernels on tensor cores take ``bias log2 e`` instead, for exponents of base 2.
+
 One warp a row. Where |lse| is at most :data:`~flashnumba.stages.backward.reference.NEAR`, origin is 0 and bias is
 lse. Beyond, lse in float32 has lost digits: at scores of 1e5 each weight would be off by 0.4 %. Such a row asks
 its keys again: origin becomes its greatest score and bias the logarithm of its sum of exponentials, which is small, so
@@ -39,12 +41,13 @@ LN_2 = 0.6931471805599453
 
 
 @cache
-def make_rows(element: str, nbytes: int, broken: str = "") -> Kernel:
-    """The kernel, which reads o and do ``nbytes`` at a time."""
+def make_rows(element: str, nbytes: int, base2: bool = False, broken: str = "") -> Kernel:
+    """The kernel, which reads o and do ``nbytes`` at a time. ``base2``: bias comes times log2 e."""
     wide, load = vectors(element, nbytes), scalar(element, "75").load
     elements, words, fetch, low, high = wide.elements, wide.words, wide.load, wide.low, wide.high
     per_word, single = 2 if wide.pairs else 1, nbytes == ITEMSIZE[element]
     over_max, over_sum = lanes_max(), lanes_sum(16 if broken == "lanes" else 32)
+    unit = LOG2_E if base2 else 1.0
     trusting, unaware, wrong_sign = broken == "far", broken == "nothing", broken == "dlse"
 
     @device
@@ -112,7 +115,7 @@ def make_rows(element: str, nbytes: int, broken: str = "") -> Kernel:
         if cuda.threadIdx.x & 31 == 0:
             delta[batch, head, row] = total
             origin[batch, head, row] = state[0]
-            bias[batch, head, row] = state[1]
+            bias[batch, head, row] = state[1] * float32(unit)
 
     return rows
 
@@ -131,8 +134,8 @@ def width_for(shape: Shape) -> int:
     return min(16, shape.vector if shape.vector >= 4 else itemsize, most)
 
 
-def launch_rows(shape: Shape, broken: str = "") -> Launch:
+def launch_rows(shape: Shape, *, base2: bool = False, broken: str = "") -> Launch:
     """The launch that every plan begins with."""
-    kernel = make_rows(shape.element, width_for(shape), broken)
+    kernel = make_rows(shape.element, width_for(shape), base2, broken)
     blocks = -(-shape.batch * shape.heads * shape.m // WARPS)
     return Launch(kernel, blocks, kernel.threads, 0, ARGUMENTS)

@@ -18,7 +18,7 @@ from tests.stages.flash_forward.attention_cases import LAYOUTS, SIZES
 
 HALVES = (np.float16, ml_dtypes.bfloat16)
 ONE_SLOT = Tiles(32, 32, 32, warps=2, slots=1)
-TWO_SLOTS = Tiles(32, 32, 32, warps=2)
+TWO_SLOTS = Tiles(32, 32, 32, warps=2, under=True)
 BOTH = Tiles(32, 32, 32, warps=2, results=2)
 BOTH_OF_ONE_SLOT = Tiles(32, 64, 32, warps=2, slots=1, results=2)
 ONE_PASS = Tiles(32, 32, 32, warps=2, results=2, exchange=True)
@@ -38,7 +38,9 @@ def with_tiles(of_rows: Tiles, of_keys: Tiles, arch="", broken="", broken_dq="",
         d = -(-shape.d // 32) * 32
         rows, keys = replace(of_rows, d=d), replace(of_keys, d=d)
         dq = mma.launch_dq(shape, rows, arch, broken_dq)
-        return Plan((launch_rows(shape), dq, *mma.launch_dkdv(shape, keys, arch, broken)), rows_scratch(shape))
+        return Plan(
+            (launch_rows(shape, base2=True), dq, *mma.launch_dkdv(shape, keys, arch, broken)), rows_scratch(shape)
+        )
 
     return plan
 

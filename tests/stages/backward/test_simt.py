@@ -107,7 +107,7 @@ def rows_of(case, machine="emulator", broken=""):
     def plan(shape):
         for name in rows_scratch(shape):
             taken[name] = np.full((shape.batch, shape.heads, shape.m), np.nan, np.float32)
-        return Plan((rows.launch_rows(shape, broken),), {})
+        return Plan((rows.launch_rows(shape, broken=broken),), {})
 
     given = dict(case.arrays)
     kind = type(case)
@@ -163,7 +163,7 @@ def test_a_wrong_number_of_a_row_is_caught(broken):
 
     def plan(shape):
         good = small()(shape)
-        return Plan((rows.launch_rows(shape, broken), *good.launches[1:]), good.scratch)
+        return Plan((rows.launch_rows(shape, broken=broken), *good.launches[1:]), good.scratch)
 
     if broken != "nothing":
         assert set(caught(lambda seed: run(plan, case, seed=seed), case)) <= {"dq", "dk", "dq dk", "dq dk dv"}
