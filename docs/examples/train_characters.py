@@ -4,10 +4,11 @@ A decoder of four layers with four heads of 64 columns each reads windows of 256
 (as_you_like_it.txt beside this file) and learns to say each next one. The runs:
 
 - ``flashnumba``: causal attention by flashnumba.torch, forward and gradients;
-- ``flashnumba again``: the same once more, to see whether the same bits come out;
 - ``torch``: the same weights and batches, attention by torch's FlashAttention-2 (on a CPU by what torch takes there);
 - ``torch again``: the same once more: that backward adds with atomics, in whatever order they come;
-- ``torch, other seed``: other weights and other batches, to see how far apart two honest runs are.
+- ``torch, other seed``: other weights and other batches, to see how far apart two honest runs are;
+- ``flashnumba, repeatable`` and ``flashnumba, repeatable again``: with ``torch.use_deterministic_algorithms`` for what
+  is not attention, to see whether the same bits come out.
 
 Weights are float32; under autocast the products, and so q, k and v, are bfloat16::
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +34,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashnumba.torch import attention
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch.use_deterministic_algorithms
+torch.utils.deterministic.fill_uninitialized_memory = False  # no kernel here reads what nobody has written
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE / "as_you_like_it.txt"
@@ -55,20 +60,30 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """One training: its name, who computes attention, and the seed of weights and batches."""
+    """One training: its name, who computes attention, the seed of weights and batches, and whether torch's operators
+    are to give the same bits every time."""
 
     name: str
     attention: str
     seed: int = 0
+    repeatable: bool = False
 
 
 RUNS = (
     Run("flashnumba", "flashnumba"),
-    Run("flashnumba again", "flashnumba"),
     Run("torch", "torch"),
     Run("torch again", "torch"),
     Run("torch, other seed", "torch", seed=1),
+    Run("flashnumba, repeatable", "flashnumba", repeatable=True),
+    Run("flashnumba, repeatable again", "flashnumba", repeatable=True),
 )
+PAIRS = (
+    ("flashnumba", "torch"),
+    ("torch", "torch again"),
+    ("torch", "torch, other seed"),
+    ("flashnumba, repeatable", "flashnumba, repeatable again"),
+)
+"""Of which runs the distance is told."""
 
 ATTENTION = {
     "flashnumba": lambda q, k, v: attention(q, k, v, causal=True),
@@ -123,6 +138,7 @@ def windows(text: Tensor, settings: Settings, generator: torch.Generator) -> tup
 
 def train(run: Run, settings: Settings, text: Tensor, characters: int, device: str) -> dict[str, Any]:
     """Train once; the loss of each step in nats a character, and the seconds of a step."""
+    torch.use_deterministic_algorithms(run.repeatable, warn_only=True)
     torch.manual_seed(run.seed)
     model = Characters(settings, run.attention, characters).to(device)
     batches = torch.Generator().manual_seed(run.seed)
@@ -163,15 +179,13 @@ def train(run: Run, settings: Settings, text: Tensor, characters: int, device: s
 def distances(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of pairs of runs at how many steps their losses have the same bits, and how far apart they are at one step."""
     by_name = {run["name"]: run["loss"] for run in runs}
-    first = next(iter(by_name))
     found = []
-    for a, b in ((first, f"{first} again"), (first, "torch"), ("torch", "torch again"), ("torch", "torch, other seed")):
-        if a in by_name and b in by_name:
-            apart = [abs(x - y) for x, y in zip(by_name[a], by_name[b], strict=True)]
-            equal, mean = apart.count(0.0), sum(apart) / len(apart)
-            found.append(
-                {"one": a, "other": b, "steps": len(apart), "equal": equal, "mean": mean, "largest": max(apart)}
-            )
+    for one, other in PAIRS:
+        apart = [abs(x - y) for x, y in zip(by_name[one], by_name[other], strict=True)]
+        equal, mean = apart.count(0.0), sum(apart) / len(apart)
+        found.append(
+            {"one": one, "other": other, "steps": len(apart), "equal": equal, "mean": mean, "largest": max(apart)}
+        )
     return found
 
 
@@ -199,11 +213,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     alphabet = sorted(set(text))
     tokens = torch.tensor([alphabet.index(c) for c in text], device=given.device)
     fa2 = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if given.device == "cuda" else nullcontext()
-    runs = []
+    runs, before = [], torch.are_deterministic_algorithms_enabled()
     with fa2:
         for run in RUNS:
             runs.append(train(run, settings, tokens, len(alphabet), given.device))
-            print(f"{run.name:20} {runs[-1]['seconds']:6.1f} s   last loss {runs[-1]['loss'][-1]:.4f}", flush=True)
+            print(f"{run.name:28} {runs[-1]['seconds']:6.1f} s   last loss {runs[-1]['loss'][-1]:.4f}", flush=True)
+    torch.use_deterministic_algorithms(before)
     held = {
         "environment": where(given.device), "settings": asdict(settings), "characters": len(text),
         "alphabet": len(alphabet), "distances": distances(runs), "runs": runs,

@@ -84,7 +84,7 @@ def draw(path: Path, target: Path) -> None:
     losses.set_ylabel("loss, nats a character")
     for one, other, color in (
         ("torch", "torch, other seed", GREY), ("torch", "torch again", ORANGE), ("flashnumba", "torch", BLUE),
-        ("flashnumba", "flashnumba again", GREEN),
+        ("flashnumba, repeatable", "flashnumba, repeatable again", GREEN),
     ):  # fmt: skip
         steps, mean = apart(held, one, other)
         if any(mean):

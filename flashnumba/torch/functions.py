@@ -30,7 +30,8 @@ def attention(
         return_lse: also return the natural logarithm of each row's sum of exponentials of scaled scores, through which
             gradients flow too.
         backend: what :func:`flashnumba.attention` and :func:`flashnumba.attention_backward` get: see :data:`BACKENDS`.
-            All but ``"backward.one_pass"`` give the same bits every time.
+            All but ``"backward.one_pass"`` give the same bits every time; ``torch.use_deterministic_algorithms(True)``
+            refuses that one.
 
     Returns:
         o, a new packed tensor of q's shape and dtype, or ``(o, lse)``, lse ``[B, H, M]`` float32 (float64 for
@@ -39,7 +40,7 @@ def attention(
     Raises:
         TypeError: an argument is no tensor, of elements that do not fit, or of another type than said above.
         ValueError: shapes, places or values that do not fit. Nothing has run then.
-        RuntimeError: a second derivative is asked for.
+        RuntimeError: a second derivative is asked for, or one in forward mode.
     """
     if causal.__class__ is not bool:
         raise TypeError(f"causal is {causal!r}; it must be True or False")

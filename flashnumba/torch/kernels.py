@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ Grad = Tensor | None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, backend: str) -> tuple[Tensor, Tensor]:
+    """(o, lse) of q ``[B, H, M, D]``, k and v; lse is float32, for float64 float64."""
     if _by_reference(q, backend):
         return _forward64(q, k, v, causal, scale)
     q, k, v = _bare(q, k, v)
@@ -39,8 +41,11 @@ def backward(
     do: Tensor, dlse: Grad, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool,
     scale: float | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) for the gradients of o and lse; a dlse of None is zero."""
     if _by_reference(q, backend):
         return _backward64(do, dlse, q, k, v, o, lse, causal, scale)
+    if backend == "backward.one_pass" and torch.are_deterministic_algorithms_enabled():
+        _not_deterministic()
     if do.stride(-1) != 1:  # of a sum it is one number, expanded; read as it is it would cost all tensors their vectors
         do = do.contiguous()
     do, q, k, v, o, lse, *more = _bare(do, q, k, v, o, lse, *(() if dlse is None else (dlse,)))
@@ -48,6 +53,17 @@ def backward(
     return flashnumba.attention_backward(
         do, q, k, v, o, lse, causal=causal, scale=scale, dlse=dlse, backend=BACKENDS[backend][1]
     )
+
+
+def _not_deterministic() -> None:
+    """As torch's own operators answer ``torch.use_deterministic_algorithms``."""
+    said = (
+        "backend is 'backward.one_pass', which is not deterministic, and torch.use_deterministic_algorithms(True) is "
+        "set; 'auto' is"
+    )
+    if not torch.is_deterministic_algorithms_warn_only_enabled():
+        raise RuntimeError(said)
+    warnings.warn(said, stacklevel=3)
 
 
 def _by_reference(q: Tensor, backend: str) -> bool:

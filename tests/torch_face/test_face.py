@@ -313,6 +313,17 @@ def test_what_it_refuses(what):
         function(**{**given, **change})
 
 
+def test_atomics_where_repeatable_operators_are_asked_for():
+    inputs = made(dtype=torch.float16)
+    o = face.attention(*inputs, backend="backward.one_pass")
+    try:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(RuntimeError, match=r"backward.one_pass.* is not deterministic"):
+            o.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_torch_stays_optional(monkeypatch):
     code = "import sys, flashnumba; sys.exit('torch' in sys.modules or 'flashnumba.torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
