@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ def attention(
         raise TypeError(f"return_lse is {return_lse!r}; it must be True or False")
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, float | int)):
-        raise TypeError(f"scale is {scale!r}; it must be a real number, or None for 1 / sqrt(D)")
+    if scale is not None and scale.__class__ not in (float, int):
+        if isinstance(scale, bool) or not isinstance(scale, Real):
+            raise TypeError(f"scale is {scale!r}; it must be a real number, or None for 1 / sqrt(D)")
+        scale = float(scale)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch tensor")

@@ -102,8 +102,9 @@ def _way(x: Tensor, y: Tensor, z: Tensor) -> str:
             "flashnumba.torch.attention has no jvp, that is no derivative in forward mode; use torch.autograd.grad or "
             "torch.func.vjp"
         )
-    plain = all(t.__class__ in _PLAIN for t in (x, y, z)) and not torch._C._len_torch_dispatch_stack()
-    return "nobody" if plain else "torch"
+    plain = all(t.__class__ in _PLAIN for t in (x, y, z))
+    watched = torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing()
+    return "nobody" if plain and not watched else "torch"
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

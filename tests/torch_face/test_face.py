@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -84,6 +85,11 @@ def test_gradients_beside_the_definition(dtype):
     for a, b, x in zip(got, expected, inputs, strict=True):
         assert a.dtype == dtype and a.shape == x.shape
         torch.testing.assert_close(a.double(), torch.from_numpy(b), atol=near, rtol=near)
+
+
+def test_a_scale_of_numpy_is_a_number():
+    q, k, v = made(asks=False)
+    assert torch.equal(attend(q, k, v, scale=np.float32(0.5))[0], attend(q, k, v, scale=0.5)[0])
 
 
 def test_through_lse_alone_and_through_one_input_alone():
@@ -191,6 +197,23 @@ def test_compiled_as_one_graph(dynamic):
             torch.testing.assert_close(a, b)
         if not dynamic:
             break
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_tracers_see_an_operator_and_no_constant():
+    first, second = (made(asks=False) for _ in range(2))
+    with torch.no_grad():
+        traced = torch.jit.trace(lambda *x: attend(*x)[0], first)
+    assert "flashnumba::attention_forward" in str(traced.graph)
+    assert torch.equal(traced(*second), attend(*second)[0])
+
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attend(q, k, v)[0]
+
+    exported = torch.export.export(Module(), tuple(first))
+    assert "flashnumba.attention_forward.default" in str(exported.graph)
+    assert torch.equal(exported.module()(*second), attend(*second)[0])
 
 
 def test_torch_func():
