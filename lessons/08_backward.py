@@ -42,7 +42,7 @@ from flashnumba.machine.instructions import shfl_xor
 from flashnumba.machine.numba import cuda, float32
 from flashnumba.machine.occupancy import NOTES, budget, machine_of
 from flashnumba.stages import heads
-from flashnumba.stages.backward import count, mma_dkdv, one_pass, reference, rows
+from flashnumba.stages.backward import count, mma_dkdv, mma_keys, one_pass, reference, rows
 from flashnumba.stages.backward.mma import launch_dkdv, launch_dq, plan_one_pass_with
 from flashnumba.stages.backward.mma_dq import make_dq
 from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
@@ -276,7 +276,7 @@ lesson.show_source(mma_dkdv.make_dkdv(of_keys, "float16"), part="body", first="w
 # each, and they must be added up in memory:
 
 # %%
-lesson.show_source(mma_dkdv.make_dq_parts(one_pass_tiles(128, "90a"), "float16", "80")[1])
+lesson.show_source(mma_keys.make_dq_parts(one_pass_tiles(128, "90a"), "float16", "80")[1])
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 figure, axes = plt.subplots(1, 2, figsize=(12, 3.6))
