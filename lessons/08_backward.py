@@ -245,11 +245,11 @@ for name, gradient in zip(given, found, strict=True):
 # %% [markdown]
 # ## The kernels
 #
-# First a small one: each row's $\Delta$, minus dlse, by one warp. It also says how to make the row's weights again.
+# First a small one: each row's $\Delta$, minus dlse, by a few lanes. It also says how to make the row's weights again.
 # Where lse is large, a float32 has too few digits for it, and the row asks its keys once more.
 
 # %%
-lesson.show_source(rows.make_rows("float16", 16))
+lesson.show_source(rows.make_rows("float16", 16, 8))
 
 # %% [markdown]
 # Then dQ, as the forward goes: a block has rows of Q and dO, and K and V pass by. Per tile of keys three products. What

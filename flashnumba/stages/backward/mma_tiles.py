@@ -122,7 +122,7 @@ class Tiles:
 
     @property
     def exchange_bytes(self) -> int:
-        return self.sides * self.own * 2 * self.other if self.exchange else 0
+        return self.sides * self.own * swizzle(self.other).pitch if self.exchange else 0
 
     @property
     def shared(self) -> int:
