@@ -44,12 +44,9 @@ from flashnumba.tiles.online import LOG2_E
 
 __all__ = ["FAULTS", "make_sides"]
 
-FAULTS = (
-    "barrier", "ready", "late", "wait", "swizzle", "tail", "causal", "start", "scale", "delta", "group", "stride",
-    "exchange",
-)  # fmt: skip
+FAULTS = ("barrier", "ready", "late", "wait", "start", "scale", "delta", "group", "exchange")
 """What can be planted; "ready" is the barrier before P is read, "late" forgets the last step's dK, "exchange" writes dS
-where dQ of the step before is made of it; the others are those of ``mma_dkdv``."""
+where dQ of the step before is made of it; the others are those of ``mma_dkdv``, and those of shared steps too."""
 FIRST = 1
 """The first of the named barriers, one for each warp of a side; 0 is that of all threads."""
 
