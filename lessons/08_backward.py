@@ -42,7 +42,7 @@ from flashnumba.machine.instructions import shfl_xor
 from flashnumba.machine.numba import cuda, float32
 from flashnumba.machine.occupancy import NOTES, budget, machine_of
 from flashnumba.stages import heads
-from flashnumba.stages.backward import count, mma_dkdv, one_pass, reference, rows
+from flashnumba.stages.backward import count, mma_dkdv, mma_keys, one_pass, reference, rows
 from flashnumba.stages.backward.mma import launch_dkdv, launch_dq, plan_one_pass_with
 from flashnumba.stages.backward.mma_dq import make_dq
 from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
@@ -245,11 +245,11 @@ for name, gradient in zip(given, found, strict=True):
 # %% [markdown]
 # ## The kernels
 #
-# First a small one: each row's $\Delta$, minus dlse, by one warp. It also says how to make the row's weights again.
+# First a small one: each row's $\Delta$, minus dlse, by a few lanes. It also says how to make the row's weights again.
 # Where lse is large, a float32 has too few digits for it, and the row asks its keys once more.
 
 # %%
-lesson.show_source(rows.make_rows("float16", 16))
+lesson.show_source(rows.make_rows("float16", 16, 8))
 
 # %% [markdown]
 # Then dQ, as the forward goes: a block has rows of Q and dO, and K and V pass by. Per tile of keys three products. What
@@ -276,7 +276,7 @@ lesson.show_source(mma_dkdv.make_dkdv(of_keys, "float16"), part="body", first="w
 # each, and they must be added up in memory:
 
 # %%
-lesson.show_source(mma_dkdv.make_dq_parts(one_pass_tiles(128, "90a"), "float16", "80")[1])
+lesson.show_source(mma_keys.make_dq_parts(one_pass_tiles(128, "90a"), "float16", "80")[1])
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 figure, axes = plt.subplots(1, 2, figsize=(12, 3.6))

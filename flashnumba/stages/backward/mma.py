@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from flashnumba.stages.backward.mma_dkdv import make_dkdv
 from flashnumba.stages.backward.mma_dq import make_dq
+from flashnumba.stages.backward.mma_sides import make_sides
 from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
 from flashnumba.stages.backward.one_pass import make_clear, make_finish
 from flashnumba.stages.backward.problem import ROWS, Launch, Plan, Planner, Shape, rows_scratch, signature
@@ -57,13 +58,11 @@ def launch_dq(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") -> L
 def launch_dkdv(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") -> tuple[Launch, ...]:
     """A block for each tile of keys; two kernels where tiles have one result."""
     blocks = -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
-    kernels = [
-        make_dkdv(
-            tiles, shape.element, shape.vector, arch or tier(shape.arch), even=shape.d == tiles.d, which=which,
-            broken=broken,
-        )
-        for which in (("dk dv",) if tiles.results == 2 else ("dk", "dv"))
-    ]  # fmt: skip
+    options = {"arch": arch or tier(shape.arch), "even": shape.d == tiles.d, "broken": broken}
+    which = () if tiles.sides == 2 else ("dk dv",) if tiles.results == 2 else ("dk", "dv")
+    kernels = [make_dkdv(tiles, shape.element, shape.vector, which=name, **options) for name in which]
+    if tiles.sides == 2:
+        kernels = [make_sides(tiles, shape.element, shape.vector, **options)]
     return tuple(Launch(kernel, blocks, tiles.threads, tiles.shared, DKDV) for kernel in kernels)
 
 
@@ -83,7 +82,8 @@ def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str =
     """One pass with some tiles."""
     arch, even = arch or tier(shape.arch), shape.d == tiles.d
     clear = make_clear("all" if broken != "clear" else "")
-    make = make_dkdv(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
+    factory = make_sides if tiles.sides == 2 else make_dkdv
+    make = factory(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
     finish = make_finish(tiles, shape.element, arch, pairs=shape.d % 2 == 0, broken=broken)
     row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
     sums, blocks = row_tiles * tiles.other * tiles.d, -(-shape.n // tiles.own) * shape.kv_heads * shape.batch

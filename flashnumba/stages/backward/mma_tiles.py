@@ -35,6 +35,8 @@ class Tiles:
         min_blocks: blocks a multiprocessor that the compiler leaves registers for.
         under: copies of the next step begin under the first product and not before it, which hides what it takes to
             compute addresses, and may take more registers.
+        sides: 2 if half of a block's warps make weights and dV, and the other half dS and dK; ``warps`` are those of a
+            half (:mod:`flashnumba.stages.backward.mma_sides`). Slots are then three.
         exchange: dS goes through shared memory as well, for dQ in the same pass.
 
     Raises:
@@ -50,18 +52,22 @@ class Tiles:
     min_blocks: int = 1
     exchange: bool = False
     under: bool = False
+    sides: int = 1
 
     def __post_init__(self) -> None:
-        if self.slots not in (1, 2) or self.results not in (1, 2):
-            raise ValueError(f"slots is {self.slots} and results {self.results}; they must be 1 or 2")
+        if self.slots not in ((1, 2) if self.sides == 1 else (3,)) or self.results not in (1, 2):
+            raise ValueError(
+                f"slots is {self.slots} and results {self.results}; they must be 1 or 2, and slots 3 with two sides"
+            )
         if self.accumulators > 200:
             raise ValueError(
                 f"{self.own} x {self.other} tiles by {self.warps} warps take {self.accumulators} registers for S, dP "
                 f"and {self.results} results; 200 leave room for the rest"
             )
-        if self.exchange and (self.results != 2 or self.warps % (self.other // 16) or self.d % (16 * self.halves)):
+        warps = self.warps * self.sides
+        if self.exchange and (self.results != 2 or warps % (self.other // 16) or self.d % (16 * self.halves)):
             raise ValueError(
-                f"other is {self.other} and d {self.d}; to share out dQ beside two results, {self.warps} warps must be "
+                f"other is {self.other} and d {self.d}; to share out dQ beside two results, {warps} warps must be "
                 "a multiple of other / 16, and d of 16 for each of the warps in a row"
             )
         _ = self.steps  # checks the rest
@@ -73,7 +79,7 @@ class Tiles:
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * self.warps * self.sides
 
     @property
     def frags(self) -> int:
@@ -82,13 +88,13 @@ class Tiles:
 
     @property
     def accumulators(self) -> int:
-        """Registers a thread for S, dP and the results."""
-        return self.frags * (2 * self.other + self.results * self.d) // 2
+        """Registers a thread for S, dP and the results; of two sides each has half of them."""
+        return self.frags * (2 * self.other + self.results * self.d) // 2 // self.sides
 
     @property
     def halves(self) -> int:
         """Warps side by side that share the columns of dQ, where it is made in the same pass."""
-        return max(1, self.warps * 16 // self.other)
+        return max(1, self.threads // 2 // self.other)
 
     @property
     def dq_registers(self) -> int:
@@ -110,13 +116,18 @@ class Tiles:
         return 4 * STATISTICS * self.other
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of P in float32, which goes from one side to the other."""
+        return 4 * self.own * self.other if self.sides == 2 else 0
+
+    @property
     def exchange_bytes(self) -> int:
-        return self.own * 2 * self.other if self.exchange else 0
+        return self.sides * self.own * swizzle(self.other).pitch if self.exchange else 0
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        tiles = 2 * self.own_bytes + 2 * self.slots * self.slot_bytes + self.exchange_bytes
+        tiles = 2 * self.own_bytes + 2 * self.slots * self.slot_bytes + self.weight_bytes + self.exchange_bytes
         return ALIGNMENT + tiles + self.slots * self.statistics_bytes
 
 

@@ -35,7 +35,7 @@ def test_every_kernel(name, sizes):
 def test_tails_of_launched_tiles(name, causal):
     for d in (64, 128):
         for m in SIZES:
-            case = normal(m, 130 + m, d, np.float16, heads=2, kv_heads=1, causal=causal)
+            case = normal(m, 130 + m, d, np.float16, heads=8, kv_heads=4, causal=causal)
             assert checked(case, name) == "ok", (d, m)
 
 
