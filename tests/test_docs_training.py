@@ -26,9 +26,15 @@ def record(tmp_path: Path) -> Path:
         for name, by in shift.items()
     ]  # fmt: skip
     pair = {"one": "flashnumba", "other": "torch", "steps": 100, "equal": 3, "mean": 1e-4, "largest": 2.34e-4}
-    held = {"environment": {"device": "NVIDIA H200"}, "settings": {"steps": 100}, "distances": [pair], "runs": runs}
+    older = {"one": "torch", "other": "torch again", "mean": 0.1, "largest": 0.1}
+    held = {
+        "environment": {"device": "NVIDIA H200"},
+        "settings": {"steps": 100},
+        "distances": [pair, older],
+        "runs": runs,
+    }
     path = tmp_path / "training.json"
-    path.write_text(json.dumps(held), encoding="utf-8")
+    path.write_text(json.dumps(held | {"runs": runs}), encoding="utf-8")
     return path
 
 
@@ -37,7 +43,8 @@ def test_a_record_is_shown(tmp_path: Path) -> None:
     page = training.page(path)
     assert page.startswith("- device: NVIDIA H200\n- steps: 100\n")
     assert "| flashnumba | 0 | 4.000 | 2.510 | 12.3 |" in page
-    assert "| flashnumba | torch | 3 of 100 | 0.0001 | 0.00023 |" in page
+    assert "| flashnumba | torch | 0.0001 | 0.00023 | 3 of 100 |" in page
+    assert "| torch | torch again | 0.1 | 0.1 | not counted |" in page
     assert "](/generated/training.svg)" in page
     training.draw(path, tmp_path)
     drawn = (tmp_path / "training.svg").read_text(encoding="utf-8")

@@ -34,20 +34,14 @@ def page(path: Path) -> str:
         for run in held["runs"]
     ]
     apart = [
-        (
-            pair["one"],
-            pair["other"],
-            f"{pair['equal']} of {pair['steps']}",
-            _small(pair["mean"]),
-            _small(pair["largest"]),
-        )
+        (pair["one"], pair["other"], _small(pair["mean"]), _small(pair["largest"]), _equal(pair))
         for pair in held["distances"]
     ]
     return (
         f"{facts}\n![Losses by step, and distances between runs by step](generated/{PICTURE})\n\n"
         + markdown(("run", "seed", "first loss", "mean of the last 50", "seconds"), runs)
         + "\nLosses in nats a character. How far apart two runs are at one step:\n\n"
-        + markdown(("run", "and", "steps with the same bits", "mean distance", "largest"), apart)
+        + markdown(("run", "and", "mean distance", "largest", "steps with the same bits"), apart)
     ).replace("](generated/", "](/generated/")
 
 
@@ -58,6 +52,10 @@ def _end(losses: Sequence[float]) -> float:
 
 def _small(value: float) -> str:
     return f"{value:.2g}"
+
+
+def _equal(pair: Mapping[str, Any]) -> str:
+    return f"{pair['equal']} of {pair['steps']}" if "equal" in pair else "not counted"
 
 
 def apart(held: Mapping[str, Any], one: str, other: str, over: int = 10) -> tuple[list[int], list[float]]:
@@ -82,10 +80,9 @@ def draw(path: Path, target: Path) -> None:
     ):  # fmt: skip
         losses.plot(range(1, len(by_name[name]) + 1), by_name[name], style, color=color, lw=width, label=name)
     losses.set_ylabel("loss, nats a character")
-    for one, other, color in (
-        ("torch", "torch, other seed", GREY), ("torch", "torch again", ORANGE), ("flashnumba", "torch", BLUE),
-        ("flashnumba, repeatable", "flashnumba, repeatable again", GREEN),
-    ):  # fmt: skip
+    for pair in held["distances"]:
+        one, other = pair["one"], pair["other"]
+        color = GREY if "seed" in other else ORANGE if one == "torch" else GREEN if "again" in other else BLUE
         steps, mean = apart(held, one, other)
         if any(mean):
             distances.plot(steps, mean, color=color, lw=1.4, label=f"{one} - {other}")
