@@ -70,6 +70,12 @@ SHOWN = {
         "Race: thread", "ticket[0]", "uncleared; rows written of each head: ['0 to 31', '0 to 31']", "cleared: error",
         "within the budget",
     ],
+    "08_backward": [
+        "no delta by keys: dq within, dk ABOVE, dv within", "no delta by rows: dq ABOVE, dk within, dv within",
+        "before it is there: dq ABOVE, dk ABOVE, dv ABOVE", "alone: dq within, dk ABOVE, dv ABOVE",
+        "no scale by keys: dq within, dk ABOVE, dv within", "Race: thread", "scatter_ds", "add_dq",
+        "never cleared: dq ABOVE, dk within, dv within", "cleared: dq within, dk within, dv within",
+    ],
 }  # fmt: skip
 """What the cells tagged break-it must say, in this order."""
 

@@ -330,6 +330,39 @@ def staged(
 
 
 @bench.command()
+def backward(
+    out: Out = RESULTS / "backward.json",
+    dims: Dims = "64,128",
+    lengths: Lengths = "1024,2048,4096,8192,16384",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    elements: Halves = "float16",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 150.0,
+) -> None:
+    """The gradients of attention beside torch's FlashAttention-2 and cuDNN, backward alone."""
+    from flashnumba.bench import backward as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    chosen = _words("--elements", elements, ("float16", "bfloat16"))
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    found = _environment("backward", benchmark.environment, out)
+    places = [
+        Place(_title(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
+        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    columns += [Column("extra MB", "extra_bytes", 2.0**-20, 1)]
+    _measure_all(places, [*columns, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
+
+
+@bench.command()
 def decode(
     out: Out = RESULTS / "decode.json",
     batches: Annotated[str, typer.Option(help="Sequences, separated by commas.")] = "1,4,16",

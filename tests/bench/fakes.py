@@ -11,6 +11,7 @@ __all__ = [
     "ENVIRONMENT",
     "HostClock",
     "attention_file",
+    "backward_file",
     "chain_file",
     "counters_file",
     "decode_file",
@@ -91,6 +92,16 @@ def chain_file():
         one(FA2, 1e-3, ours=False, flops_per_second=3e14, of_shared=None),
         one("shared", 1.2e-3, flops_per_second=2.5e14, of_shared=None),
         one("registers", 9e-4, flops_per_second=3.3e14, of_shared=1.32),
+    ]
+    return held([size])
+
+
+def backward_file():
+    size = Size({"element": "float16", "batch": 4, "heads": 32, "n": 4096, "d": 64, "causal": True})
+    size.measured += [
+        one(FA2, 1e-3, ours=False, flops_per_second=2.5e14, of_fa2=None, extra_bytes=130 << 20),
+        one("mma", 1.2e-3, flops_per_second=2e14, of_fa2=0.8, extra_bytes=6 << 20),
+        one("one_pass", 9e-4, flops_per_second=2.6e14, of_fa2=1.04, extra_bytes=None),
     ]
     return held([size])
 
