@@ -17,6 +17,7 @@ from flashnumba.machine.occupancy import budget
 
 jupytext = pytest.importorskip("jupytext")
 nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "lessons"
@@ -154,8 +155,13 @@ def said(cell) -> str:
     return text
 
 
+RECORDED = "import flashnumba.machine.compiler as c; c.why_not = lambda: 'not asked: tests read the record'"
+"""A cell before the first: compiling is what takes longest in a lesson, and the record has tests of its own."""
+
+
 def executed(name: str, machine: str):
     notebook = jupytext.read(FOLDER / f"{name}.ipynb")
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(RECORDED))
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "PYTHONPATH": path, "MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     if machine == "emulator":

@@ -17,12 +17,13 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
+from generators import counters
 from generators.measured import Row, facts_of, folded, section, table
 from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode")
+BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode", "counters")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources", "timeline")
 """Files of ``docs/results`` that are no tables of measurements on a device."""
@@ -185,7 +186,7 @@ def _us(seconds: float | None) -> str:
 
 SECTIONS: Mapping[str, Callable[[Path], str]] = {
     "gemm": gemm, "attention": attention, "chain": chain, "staged": staged, "backward": backward,
-    "decode": decode,
+    "decode": decode, "counters": counters.section,
 }  # fmt: skip
 What = str | Callable[[Row], str]
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from flashnumba.bench.counters import Target, counted
 from flashnumba.bench.runner import Clock, Measured, Size
 
-__all__ = ["ENVIRONMENT", "HostClock", "attention_file", "backward_file", "chain_file", "decode_file", "gemm_file",
-           "staged_file"]  # fmt: skip
+__all__ = [
+    "ENVIRONMENT",
+    "HostClock",
+    "attention_file",
+    "backward_file",
+    "chain_file",
+    "counters_file",
+    "decode_file",
+    "gemm_file",
+    "staged_file",
+]
 
 ENVIRONMENT = {"device": "NVIDIA H200", "arch": "90a", "date": "2026-11-29", "torch": "2.11"}
 FA2, CUDNN = "torch, FlashAttention-2", "torch, cuDNN"
@@ -92,6 +104,12 @@ def backward_file():
         one("one_pass", 9e-4, flops_per_second=2.6e14, of_fa2=1.04, extra_bytes=None),
     ]
     return held([size])
+
+
+def counters_file():
+    """The stored excerpt of ncu's output, as of two stages."""
+    excerpt = (Path(__file__).parent / "ncu_excerpt.csv").read_text()
+    return held([counted(target, excerpt) for target in (Target("gemm", 2048), Target("chained_gemm", 2048, 128, 16))])
 
 
 def decode_file():
