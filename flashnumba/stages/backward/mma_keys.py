@@ -75,13 +75,15 @@ def make_key_steps(tiles: Tiles, parts: Parts, broken: str = "") -> KeySteps:
             down = int32(16 * (r // 2) + 8 * (r % 2))
             first = int32(0)
             if causal != 0 and not no_causal:
-                first = first_row + down
+                first = max(int32(0), int32(first_row + down))
             if key + down >= keys_left:
                 first = int32(other)
+            # One comparison for both ends: what is before the first wraps to a large number.
+            begin = uint32(int32(2) * (lane & int32(3)) - first)
+            seen = uint32(max(int32(0), int32(min(rows_left, int32(other)) - first)))
             for n in range(groups):
                 for i in range(2):
-                    column = 2 * (lane & int32(3)) + int32(8 * n + i)
-                    if (column < first or column >= rows_left) and not no_tail:
+                    if uint32(begin + uint32(8 * n + i)) >= seen and not no_tail:
                         p[((r // 2) * groups + n) * 4 + 2 * (r % 2) + i] = float32(0)
 
     @device

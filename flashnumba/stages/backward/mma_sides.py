@@ -96,10 +96,6 @@ def make_sides(
                     dp[at] = p[e] * (dp[at] if no_delta else dp[at] - mean[e % 2])
 
     @device
-    def next_slot(here):
-        return uint32(0) if here == uint32((slots - 1) * slot_bytes) else here + uint32(slot_bytes)
-
-    @device
     def body(q, k, v, do, dk, dv, delta, origin, bias, sums, scale, causal):
         smem = cuda.shared.array(0, uint8)
         k_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
@@ -153,7 +149,7 @@ def make_sides(
         # A step is followed by another until the heads of the group have had their rows.
         end = int32(head + int32(min(int64(1), group) if first_only else group))
         more, started = begin < m_rows and head < end, False
-        here, before, numbers, ds_here = uint32(0), uint32(0), statistics, ds_tile
+        slot, odd = uint32(0), uint32(0)  # the step's slot, and which of the two buffers of dS has the one before
         if more:
             copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
         commit()
@@ -163,28 +159,29 @@ def make_sides(
             if coming >= m_rows:
                 head, coming = int32(head + int32(1)), begin
             more = head < end
-            there = next_slot(here)
-            numbers_there = statistics if there == uint32(0) else numbers + uint32(statistics_bytes)
+            following = uint32(0) if slot == uint32(slots - 1) else slot + uint32(1)
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # the step's tiles are there, dS of the one before too, and its P is read
             if more:
-                to_q, to_do = q_tile + there, do_tile + there
-                copy_step(to_q, to_do, numbers_there, q, do, delta, origin, bias, batch, head, coming)
+                there, numbers = following * uint32(slot_bytes), statistics + following * uint32(statistics_bytes)
+                copy_step(q_tile + there, do_tile + there, numbers, q, do, delta, origin, bias, batch, head, coming)
             commit()
             if exchange:
                 if started:
-                    add_dq(sums, tile, ds_here, k_tile)
+                    add_dq(sums, tile, ds_tile + odd * uint32(ds_bytes), k_tile)
                     tile += int32(1)
                     if row == begin:
                         tile += int32(begin // int32(other))  # the next head's first that sees a key
                     if not one_buffer:
-                        ds_here = ds_tile if ds_here != ds_tile else ds_tile + uint32(ds_bytes)
-            lane_numbers = numbers + uint32(8 * (lane & 3))
+                        odd ^= uint32(1)
+            here = slot * uint32(slot_bytes)
+            lane_numbers = statistics + slot * uint32(statistics_bytes) + uint32(8 * (lane & 3))
             if differing:
                 if started:
+                    before = uint32(slots - 1) if slot == uint32(0) else slot - uint32(1)
                     for i in range(other // 16):
-                        accumulate(acc, packed, columns_lane + before, i)
+                        accumulate(acc, packed, columns_lane + before * uint32(slot_bytes), i)
                 multiply(s, held, own_lane, other_lane + here)
                 if not no_ready:
                     bar_sync(FIRST + warp, 64)  # the partner's P is there
@@ -192,7 +189,7 @@ def make_sides(
                 for i in range(other // 16):
                     pack(s, packed, i)
                 if exchange:
-                    scatter_ds(ds_here, packed, warp_row)
+                    scatter_ds(ds_tile + odd * uint32(ds_bytes), packed, warp_row)
             else:
                 multiply(s, held, own_lane, other_lane + here)
                 weigh(s, lane_numbers, factor)
@@ -205,16 +202,17 @@ def make_sides(
                 for i in range(other // 16):
                     pack(s, packed, i)
                     accumulate(acc, packed, columns_lane + here, i)
-            before, here, numbers, started = here, there, numbers_there, True
+            slot, started = following, True
 
         wait()  # also where no row sees a key and nobody waited for K and V
         cuda.syncthreads()  # K and V are there, and dS of the last step
         if started:
             if exchange:
-                add_dq(sums, tile, ds_here, k_tile)
+                add_dq(sums, tile, ds_tile + odd * uint32(ds_bytes), k_tile)
             if differing and not no_late:
+                before = uint32(slots - 1) if slot == uint32(0) else slot - uint32(1)
                 for i in range(other // 16):
-                    accumulate(acc, packed, columns_lane + before, i)
+                    accumulate(acc, packed, columns_lane + before * uint32(slot_bytes), i)
         cuda.syncthreads()  # nobody reads K any more, before its tile is written to
         left = n_rows - int64(key0)
         if differing:
