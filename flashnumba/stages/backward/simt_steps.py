@@ -16,10 +16,10 @@ from flashnumba.tiles.elements import scalar
 from flashnumba.tiles.products import LANES, column_pair, lane_and_row, make_multiply, make_multiply_transposed
 from flashnumba.tiles.window import window
 
-__all__ = ["Steps", "make_steps", "start_of"]
+__all__ = ["GradientSteps", "make_steps", "start_of"]
 
 
-class Steps(NamedTuple):
+class GradientSteps(NamedTuple):
     """What both kernels do with tiles, as device functions; ``raw`` is the registers of a move.
 
     Attributes:
@@ -40,7 +40,7 @@ class Steps(NamedTuple):
 
 
 @cache
-def make_steps(tiles: Tiles, element: str, broken: str = "") -> Steps:
+def make_steps(tiles: Tiles, element: str, broken: str = "") -> GradientSteps:
     """The steps for some tiles and an element type; ``broken`` as :data:`flashnumba.stages.backward.simt.FAULTS`."""
     D, OWN, OTHER, BD, BK, R = tiles.d, tiles.own, tiles.other, tiles.bd, tiles.bk, tiles.rows
     C, CD = OTHER // LANES, D // LANES
@@ -103,7 +103,7 @@ def make_steps(tiles: Tiles, element: str, broken: str = "") -> Steps:
                     if col < out.shape[1]:
                         write(out, row, col, acc[i * CD + c] * factor)
 
-    return Steps(max(move.words for move in moves), load, multiply, accumulate, put, store)
+    return GradientSteps(max(move.words for move in moves), load, multiply, accumulate, put, store)
 
 
 @device
