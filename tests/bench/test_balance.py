@@ -60,6 +60,7 @@ def test_schedules_beside_torch(monkeypatch):
     monkeypatch.setattr(mma, "balanced_tiles", lambda shape: TINY)
     monkeypatch.setattr(balance, "balanced_tiles", lambda shape: TINY)
     monkeypatch.setattr(balance, "KEYS", (32, 64))
+    monkeypatch.setattr(balance, "at_once", lambda tiles: 2)
     problem, models = balance.Problem("float16", 1, 2, 70, 32, True), {}
     names = ("plain", "paired", "persistent")
     size = balance.measure(problem, names=names, models=models, clock=HostClock(), machine="emulator")
