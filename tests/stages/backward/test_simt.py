@@ -49,7 +49,7 @@ def test_hard_cases_in_float16(machine, case):
      (70, 3, False)],
 )  # fmt: skip
 def test_every_length(machine, m, n, causal):
-    case = normal(m, n, 16, DTYPES[(m + n) % 3], causal=causal, with_dlse=causal, heads=1 if m * n > 300 else 4)
+    case = normal(m, n, 16, DTYPES[(m + n) % 3], causal=causal, with_dlse=causal, heads=1 if m * n > 200 else 4)
     assert_gradients(run(small(own=16, rows=8, other=32), case, machine), case)
 
 
