@@ -17,8 +17,9 @@ from flashnumba.commands import walkthrough
 from flashnumba.ladder import NAMES, STAGES, Passes, Rung, find
 from flashnumba.machine import compiler, gpu
 from flashnumba.stages import flash_forward, heads
-from flashnumba.stages.chained_gemm import fp8, fp8_reference
+from flashnumba.stages.chained_gemm import fp8
 from flashnumba.stages.flash_forward.reference import low_precision as attention
+from flashnumba.stages.fp8 import reference as fp8_reference
 from flashnumba.stages.gemm import matmul as product
 from flashnumba.stages.gemm import reference as product_reference
 from flashnumba.stages.softmax.reference import low_precision
@@ -36,7 +37,8 @@ def kernels(monkeypatch):
         return computed(attention(q, k, v, causal=causal)[0], kernel, machine), None
 
     def in_fp8(q, k, v, kernel, *, causal, machine):
-        return computed(fp8_reference.low_precision(q, k, v, causal=causal)[0], kernel, machine), None
+        codes = (x.view(np.uint8) for x in (q, k, v))
+        return computed(fp8_reference.attention(*codes, "e4m3", causal=causal)[0], kernel, machine), None
 
     def matmul(a, b, out=None, *, kernel, machine):
         return computed(product_reference.low_precision(a, b), kernel, machine)

@@ -8,8 +8,8 @@ bits of exponent and they fit; whoever uses them multiplies what comes of it, on
     e4m3    s eeee mmm           float16   s 0eeee mmm0000000    value 2^-8
 
 The code of NaN, seven ones, would be 480: adding one in the last place carries out of it and out of nothing else, and
-the carry fills the exponent up. Codes are taken in pairs (0, 2) and (1, 3) of a word, as bytes 1 and 3 already are where
-the upper bytes of two float16 belong; for sums of products in any order that is as good as neighbours.
+the carry fills the exponent up. Codes are taken in pairs (0, 2) and (1, 3) of a word: bytes 1 and 3 already are where
+the upper bytes of two float16 belong. For sums, whose order is free, that is as good as neighbours.
 
 **Encoding**, float32 to a code, as :mod:`flashnumba.stages.fp8.codec` does it. Below the smallest normal number, one
 addition rounds.
@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
-    bits_to_f32,
     e4m3x4_high_to_f16x2,
     e4m3x4_low_to_f16x2,
     f32_to_bits,

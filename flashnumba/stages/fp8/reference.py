@@ -48,7 +48,7 @@ def attention(
     """o and lse as the kernels compute them, but for the order within a sum of 32 products and for 2^x.
 
     Args:
-        q: codes ``[..., H, M, D]``, uint8; k, v: ``[..., Hkv, N, D]``.
+        q: codes ``[..., H, M, D]``, uint8, or ``[M, D]``; k, v: ``[..., Hkv, N, D]``.
         fmt: ``"e4m3"`` or ``"e5m2"``.
         q_descale, k_descale, v_descale: one number, ``[..., H]`` (k and v: ``[..., Hkv]``) or ``[..., blocks]`` more.
         weights: how P is rounded: ``"e4m3"``, ``"e5m2"``, ``"float16"``, or ``"float32"`` for not at all.
@@ -58,6 +58,12 @@ def attention(
     Returns:
         o ``[..., H, M, D]`` bfloat16 and lse ``[..., H, M]`` float32.
     """
+    if q.ndim == 2:
+        o, lse = attention(
+            q[None], k[None], v[None], fmt, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, scale=scale,
+            causal=causal, weights=weights, step=step, p_log2=p_log2,
+        )  # fmt: skip
+        return o[0], lse[0]
     (heads, m_rows, d), n, kv_heads = q.shape[-3:], k.shape[-2], k.shape[-3]
     group = heads // kv_heads
     keys, values = (np.repeat(decode(x, fmt), group, -3) for x in (k, v))  # [..., H, N, D]
@@ -143,8 +149,8 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> 
 
 
 def fa3_inputs(n: int, d: int, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """q, k and v ``[heads, n, d]`` float32 with the outliers of FlashAttention-3's experiment: entries of N(0, 1), and of
-    every thousand one with N(0, 100) on top."""
+    """q, k and v ``[heads, n, d]`` float32 with the outliers of FlashAttention-3's experiment: entries of N(0, 1), and
+    N(0, 100) on top of one in a thousand."""
     rng = np.random.default_rng(seed)
 
     def one() -> np.ndarray:

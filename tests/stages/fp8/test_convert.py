@@ -68,5 +68,5 @@ def test_bad_arguments_are_named():
         convert.encode(x, "e4m3", "upper_byte")
     with pytest.raises(ValueError, match="way is 'table'; it must be one of instructions, integers"):
         convert.decode(x.astype(np.uint8), "e4m3", "table")
-    with pytest.raises(TypeError, match="x has elements of type float32, strides .* it must be packed float32"):
+    with pytest.raises(TypeError, match=r"x has elements of type float32, strides .* it must be packed float32"):
         convert.encode(x[:, ::2], "e4m3")
