@@ -47,6 +47,11 @@ class Problem:
     stream: Any
 
     @property
+    def device(self) -> int | None:
+        """Where q is; None in host memory."""
+        return self.found["q"].device
+
+    @property
     def empty(self) -> bool:
         return 0 in (self.shape.batch, self.shape.heads, self.shape.m)
 
@@ -67,6 +72,18 @@ class Problem:
     def run(self, plan: Plan) -> tuple[Any, Any]:
         """(o, lse) by a plan."""
         return self._cut(self.heads(v_by_columns=plan.v_by_columns).run(plan))
+
+    def on_numpy(self) -> tuple[Any, Any]:
+        """(o, lse) of arrays in host memory: codes become float32, and o is rounded at the end."""
+        from flashnumba.stages.flash_forward import blas
+
+        heads = self.heads(v_by_columns=False)
+        exact = np.empty(heads.arrays["o"].shape, np.float32)
+        blas.attend(
+            *(_values(heads, name) for name in "qkv"), exact, heads.arrays["lse"], self.scale, self.shape.causal
+        )
+        heads.arrays["o"].view(element_dtype(OUT))[...] = exact
+        return self._cut(heads.finish())
 
     def nothing(self) -> tuple[Any, Any]:
         """(o, lse) where there are no rows."""
@@ -130,8 +147,8 @@ def prepare_fp8(
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     with library_stream(found["q"], stream):
         scales = {name: _descale(value, name, found["q"], shape, q) for name, value in descales.items()}
-    blocks = any(len(kind) == 3 and kind[-1] > 1 for kind, _ in scales.values())
-    scaled = "block" if blocks else "" if all(value is None for value in descales.values()) else "head"
+    varied = any(by_block for by_block, _ in scales.values())
+    scaled = "block" if varied else "" if all(value is None for value in descales.values()) else "head"
     shape = replace(
         shape, element=found["q"].element, d=-(-shape.d // 16) * 16, vector=16, arch=arch, multiprocessors=units,
         scaled=scaled,
@@ -156,8 +173,8 @@ def _described(array: Any, name: str, fmt: Any) -> Described:
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
-def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) -> tuple[tuple[int, ...], Any]:
-    """(its shape with the batch in front, float32 ``[batch, heads, blocks]`` beside q)."""
+def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) -> tuple[bool, Any]:
+    """(whether blocks have one each, float32 ``[batch, heads, blocks]`` beside q)."""
     heads = shape.heads if name == "q_descale" else shape.kv_heads
     rows, axes = (shape.m if name == "q_descale" else shape.n), len(of_q.shape) - 2
     value = 1.0 if value is None else value
@@ -181,11 +198,11 @@ def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) ->
         value, given = value.reshape(leading), leading
     per_block = len(given) == len(leading) + 1
     seen = value.reshape((1,) * (3 - len(given) - (not per_block)) + given + (() if per_block else (1,)))
-    target = (shape.batch, heads, given[-1] if per_block else 1)
+    target, varied = (shape.batch, heads, blocks), per_block and given[-1] > 1
     if where is not None:
-        return (target if per_block else given), _expanded(seen, target)
+        return varied, _expanded(seen, target)
     packed = np.ascontiguousarray(np.broadcast_to(seen, target))
-    return (target if per_block else given), packed if of_q.device is None else _moved(packed, of_q, like)
+    return varied, packed if of_q.device is None else _moved(packed, of_q, like)
 
 
 def _place_of(value: Any) -> int | None:
@@ -305,10 +322,8 @@ def _transposed(v: Any, found: Described, columns: int) -> Any:
     return view
 
 
-def values(problem: Problem, name: str) -> np.ndarray:
+def _values(heads: Heads, name: str) -> np.ndarray:
     """What codes in host memory stand for, scaled: ``[batch, heads, rows, D]`` float32."""
-    codes = _axes(problem.given[name], 4).view(element_dtype(problem.shape.element))
-    scale = problem.scales[f"{name}_descale"]
-    rows = codes.shape[-2]
-    per_row = np.repeat(scale, BLOCK if scale.shape[-1] > 1 else max(1, rows), -1)[..., :rows, None]
+    codes = heads.arrays[name].view(element_dtype(heads.shape.element))
+    per_row = np.repeat(heads.arrays[f"{name}_descale"], BLOCK, -1)[..., : codes.shape[-2], None]
     return codes.astype(np.float32) * per_row

@@ -88,7 +88,7 @@ def with_halves(steps: Steps, tiles: AttentionTiles, element: str, arch: str) ->
     :class:`flashnumba.tiles.fp8_convert.Halves`; O's columns lie as the module says.
     """
     d, bn, frags, q_held = tiles.d, tiles.bn, tiles.frags, tiles.q_held
-    d_groups, n_groups, a_regs = d // 8, bn // 8, 4 * frags
+    d_groups, n_groups, a_regs, both = d // 8, bn // 8, 4 * frags, 8 * frags
     s_regs, q_step, q_pitch = frags * n_groups * 4, swizzle(d).step, tiles.pitch
     layout = swizzle(tiles.kv_units)
     pitch, place, step = layout.pitch, layout.at, layout.step
@@ -105,7 +105,7 @@ def with_halves(steps: Steps, tiles: AttentionTiles, element: str, arch: str) ->
 
     @device
     def multiply_qk(s, held, q_lane, k_lane):
-        a = cuda.local.array(2 * a_regs, uint32)
+        a = cuda.local.array(both, uint32)
         raw = cuda.local.array(4, uint32)
         b = cuda.local.array(8, uint32)
         for i in range(s_regs):
