@@ -26,6 +26,7 @@ NAMES = (
     "chained_gemm",
     "staged_buffers",
     "causal_balance",
+    "fp8",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

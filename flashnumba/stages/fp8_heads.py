@@ -189,6 +189,8 @@ def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) ->
     shared = (shape.batch, shape.kv_heads)[2 - axes :] if axes else ()
     blocks = max(1, -(-rows // BLOCK))
     given = tuple(value.shape)
+    if not rows and given == (*leading, 0):  # of no rows
+        value, given, where = np.ones((*leading, 1), np.float32), (*leading, 1), None
     fits = {(), leading, shared, (*leading, blocks), (*leading, 1)}
     if given not in fits:
         wanted = " or ".join(str(one) for one in sorted(fits, key=lambda one: (len(one), one)))

@@ -104,45 +104,60 @@ def with_halves(steps: Steps, tiles: AttentionTiles, element: str, arch: str) ->
         return place(v_tile, lane & 15, lane >> 4)
 
     @device
-    def multiply_qk(s, held, q_lane, k_lane):
+    def multiply_step(s, held, q_lane, k_lane, k):
+        """Along 32 columns from 32 k on."""
         a = cuda.local.array(both, uint32)
         raw = cuda.local.array(4, uint32)
         b = cuda.local.array(8, uint32)
+        for pair in range(2):
+            if 2 * k + pair >= q_held:
+                for f in range(frags):
+                    ldmatrix_x4(a, pair * a_regs + 4 * f, q_step(q_lane, 2 * k + pair) + uint32(f * 16 * q_pitch))
+        for n in range(bn // 16):
+            ldmatrix_x4(raw, 0, step(k_lane, k) + uint32(n * 16 * pitch))
+            for i in range(4):
+                b[i], b[4 + i] = along(raw[i])
+            for pair in range(2):
+                for f in range(frags):
+                    at = (f * n_groups + 2 * n) * 4
+                    if 2 * k + pair < q_held:
+                        multiply(s, at, held, ((2 * k + pair) * frags + f) * 4, b, 4 * pair)
+                        multiply(s, at + 4, held, ((2 * k + pair) * frags + f) * 4, b, 4 * pair + 2)
+                    else:
+                        multiply(s, at, a, pair * a_regs + 4 * f, b, 4 * pair)
+                        multiply(s, at + 4, a, pair * a_regs + 4 * f, b, 4 * pair + 2)
+
+    @device
+    def multiply_qk(s, held, q_lane, k_lane):
         for i in range(s_regs):
             s[i] = float32(0)
-        for k in range(d // 32):
-            for pair in range(2):
-                if 2 * k + pair >= q_held:
-                    for f in range(frags):
-                        at = pair * a_regs + 4 * f
-                        ldmatrix_x4(a, at, q_step(q_lane, 2 * k + pair) + uint32(f * 16 * q_pitch))
-            for n in range(bn // 16):
-                ldmatrix_x4(raw, 0, step(k_lane, k) + uint32(n * 16 * pitch))
-                for i in range(4):
-                    b[i], b[4 + i] = along(raw[i])
-                for pair in range(2):
-                    for f in range(frags):
-                        at = (f * n_groups + 2 * n) * 4
-                        if 2 * k + pair < q_held:
-                            multiply(s, at, held, ((2 * k + pair) * frags + f) * 4, b, 4 * pair)
-                            multiply(s, at + 4, held, ((2 * k + pair) * frags + f) * 4, b, 4 * pair + 2)
-                        else:
-                            multiply(s, at, a, pair * a_regs + 4 * f, b, 4 * pair)
-                            multiply(s, at + 4, a, pair * a_regs + 4 * f, b, 4 * pair + 2)
+        # In two loops, as one of eight steps would be too long for the compiler to unroll.
+        for k in range(d // 64):
+            multiply_step(s, held, q_lane, k_lane, k)
+        for k in range(d // 64, d // 32):
+            multiply_step(s, held, q_lane, k_lane, k)
+
+    @device
+    def multiply_columns(acc, p, v_lane, k, n):
+        """Of 32 columns from 32 n on."""
+        raw = cuda.local.array(4, uint32)
+        b = cuda.local.array(4, uint32)
+        ldmatrix_x4_trans(raw, 0, step(v_lane, n) + uint32(k * 16 * pitch))
+        for chunk in range(2):
+            b[0], b[2] = across(raw[2 * chunk])
+            b[1], b[3] = across(raw[2 * chunk + 1])
+            for f in range(frags):
+                at = (f * d_groups + 4 * n + 2 * chunk) * 4
+                multiply(acc, at, p, k * a_regs + 4 * f, b, 0)
+                multiply(acc, at + 4, p, k * a_regs + 4 * f, b, 2)
 
     @device
     def multiply_pv(acc, p, v_lane, k):
-        raw = cuda.local.array(4, uint32)
-        b = cuda.local.array(4, uint32)
-        for n in range(d // 32):
-            ldmatrix_x4_trans(raw, 0, step(v_lane, n) + uint32(k * 16 * pitch))
-            for chunk in range(2):
-                b[0], b[2] = across(raw[2 * chunk])
-                b[1], b[3] = across(raw[2 * chunk + 1])
-                for f in range(frags):
-                    at = (f * d_groups + 4 * n + 2 * chunk) * 4
-                    multiply(acc, at, p, k * a_regs + 4 * f, b, 0)
-                    multiply(acc, at + 4, p, k * a_regs + 4 * f, b, 2)
+        # In two loops, as one of eight steps would be too long for the compiler to unroll.
+        for n in range(d // 64):
+            multiply_columns(acc, p, v_lane, k, n)
+        for n in range(d // 64, d // 32):
+            multiply_columns(acc, p, v_lane, k, n)
 
     softmax_pv = make_softmax_pv(tiles, steps.raise_maximum, steps.exponentials, multiply_pv)
     return steps._replace(

@@ -82,7 +82,10 @@ def make_store(
         for r in range(rows_held):
             share = share_of(row_total(l[r]))
             row = warp_row + 16 * (r // 2) + 8 * (r % 2) + (lane >> 2)
-            for n in range(d_groups // 2):
+            # In two loops, as one would be too long for the compiler to unroll where bfloat16 is rounded in integers.
+            for n in range(d_groups // 4):
+                put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
+            for n in range(d_groups // 4, d_groups // 2):
                 put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
         syncwarp()  # the rows are there
         raw = cuda.local.array(4, uint32)

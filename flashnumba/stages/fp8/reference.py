@@ -59,8 +59,9 @@ def attention(
         o ``[..., H, M, D]`` bfloat16 and lse ``[..., H, M]`` float32.
     """
     if q.ndim == 2:
+        of_one = [np.asarray(x)[None] if np.ndim(x) else x for x in (q_descale, k_descale, v_descale)]
         o, lse = attention(
-            q[None], k[None], v[None], fmt, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, scale=scale,
+            q[None], k[None], v[None], fmt, q_descale=of_one[0], k_descale=of_one[1], v_descale=of_one[2], scale=scale,
             causal=causal, weights=weights, step=step, p_log2=p_log2,
         )  # fmt: skip
         return o[0], lse[0]

@@ -2,8 +2,8 @@
 
 The kernel is that of :mod:`flashnumba.tiles.split`: the keys of few queries are cut into parts, each a block's, and a
 second kernel merges what they leave. K and V are read by rows, as a cache of them grows, and become float16 between
-ldmatrix and mma (:mod:`flashnumba.tiles.fp8_halves`). S is multiplied by the scales of its rows and keys, which of heads
-or of blocks is all one, so what parts leave is in plain units and the merge knows of no scales.
+ldmatrix and mma (:mod:`flashnumba.tiles.fp8_halves`). S is multiplied by the scales of its rows and keys, which of
+heads or of blocks is all one, so what parts leave is in plain units and the merge knows of no scales.
 
 Rows of Q in one tile may be of several heads, so each has its own scale.
 """
@@ -31,12 +31,12 @@ OUT = "bfloat16"
 
 
 def tiles_for(d: int, rows: int) -> AttentionTiles:
-    """One warp for up to 16 rows, four for more; steps of about 16 KB, two of them ahead."""
+    """One warp for up to 16 rows, four for more; steps of 8 KB, or 16 KB, as many ahead as make 32 KB."""
     d = -(-d // 64) * 64
-    bn = 64 if d <= 128 else 32
     if rows <= 16:
-        return AttentionTiles(d, 16, bn, warps=1, slots=2, q_held=d // 16 if d <= 128 else 0, kv_bytes=1)
-    return AttentionTiles(d, 64, bn, slots=2, kv_bytes=1)
+        bn, slots = (64, 2) if d <= 64 else (32 if d <= 128 else 16, 4)
+        return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1)
+    return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
 
 
 def plan_split(shape: Shape, *, broken: str = "") -> Plan:
