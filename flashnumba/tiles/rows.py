@@ -77,16 +77,22 @@ def make_store(
                 st_shared_b32(to, pack(acc[at + 4 * i] * share, acc[at + 4 * i + 1] * share))
 
     @device
+    def put_row(tile, warp_row, lane, acc, l, r):
+        share = share_of(row_total(l[r]))
+        row = warp_row + 16 * (r // 2) + 8 * (r % 2) + (lane >> 2)
+        for n in range(d_groups // 4):
+            put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
+        for n in range(d_groups // 4, d_groups // 2):
+            put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
+
+    @device
     def store(o_from, row_step, column_step, acc, l, tile, warp_row, lane, rows, columns):
         syncwarp()  # no lane reads the warp's rows any more
-        for r in range(rows_held):
-            share = share_of(row_total(l[r]))
-            row = warp_row + 16 * (r // 2) + 8 * (r % 2) + (lane >> 2)
-            # In two loops, as one would be too long for the compiler to unroll where bfloat16 is rounded in integers.
-            for n in range(d_groups // 4):
-                put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
-            for n in range(d_groups // 4, d_groups // 2):
-                put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
+        # In two loops each, as one would be too long for the compiler to unroll where bfloat16 is rounded in integers.
+        for r in range(frags):
+            put_row(tile, warp_row, lane, acc, l, r)
+        for r in range(frags, rows_held):
+            put_row(tile, warp_row, lane, acc, l, r)
         syncwarp()  # the rows are there
         raw = cuda.local.array(4, uint32)
         for i in range(frags * 16 * chunks // 32):
