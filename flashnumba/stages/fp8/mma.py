@@ -132,7 +132,7 @@ def emulated_tiles(d: int, arch: str, *, narrow: bool = False) -> AttentionTiles
     if d > 128:
         return AttentionTiles(d, 64, 32, kv_bytes=1)
     few = d > 64 and (narrow or number > 90)
-    return AttentionTiles(d, 128, 32 if few else 64, slots=2, lazy=d > 64, kv_bytes=1)
+    return AttentionTiles(d, 128, 32 if few else 64, slots=2, lazy=d > 64 and number <= 90, kv_bytes=1)
 
 
 PLANS: dict[str, Planner] = {"k32": plan_k32, "emulated": plan_emulated, "split": split.plan_split}
