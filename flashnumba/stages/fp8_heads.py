@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from flashnumba.machine import gpu
-from flashnumba.machine.arrays import Described, describe, element_dtype, empty_like_kind, host_view
+from flashnumba.machine.arrays import Described, describe, element_dtype, empty_like_kind, host_view, is_array
 from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.heads import EMULATED_MULTIPROCESSORS, Heads, Plan, Planner, Shape, check, check_scale, widest
 from flashnumba.stages.host import check_machine, library_stream, machine_of, refuse_gradients
@@ -208,8 +208,8 @@ def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) ->
 
 
 def _place_of(value: Any) -> int | None:
-    """The device that a scale lies on; None in host memory."""
-    if isinstance(value, float | int | np.generic | np.ndarray | list | tuple):
+    """The device that a scale lies on; None in host memory, and for what is no array."""
+    if isinstance(value, float | int | np.generic | np.ndarray | list | tuple) or not is_array(value):
         return None
     return describe(value, "a descale").device
 

@@ -76,7 +76,7 @@ def tiles_for(d: int, arch: str) -> AttentionTiles:
     d = -(-d // 64) * 64
     if d > 128:
         few = arch in ("89", "120a")
-        return AttentionTiles(d, 64, 64, slots=1 if few else 2, lazy=not few, nbytes=1)
+        return AttentionTiles(d, 64, 64, slots=1 if few else 2, lazy=not few, subtract=not few, nbytes=1)
     if arch != "89":
         return AttentionTiles(d, 64, 64, slots=2, nbytes=1)
     return AttentionTiles(d, 128, 64, slots=2 if d == 64 else 1, lazy=d == 128, nbytes=1)

@@ -14,6 +14,7 @@ import numpy as np
 from flashnumba.data import load_minilm
 from flashnumba.stages import figures
 from flashnumba.stages.flash_forward import reference as float_reference
+from flashnumba.stages.flash_forward.blas import THREADS
 from flashnumba.stages.fp8 import reference, scales, study
 from flashnumba.stages.stage import Case, Result, Rung, Stage
 
@@ -46,7 +47,8 @@ def case(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, fmt: str, scali
     o, _ = float_reference.dense(*values, causal=causal)  # [..., M, D]
     codes, factors = zip(*quantised, strict=True)
     descales = dict(zip(DESCALES, factors, strict=True))
-    low, _ = reference.attention(*codes, fmt, **descales, causal=causal)  # [..., M, D]
+    with THREADS:  # products of a tile are too small to share out
+        low, _ = reference.attention(*codes, fmt, **descales, causal=causal)  # [..., M, D]
     several = q.size // (q.shape[-2] * q.shape[-1])
     words = f"{fmt} by {scaling}{' causal' if causal else ''}"
     size = f"{f'{several}x' if several > 1 else ''}{q.shape[-2]}x{k.shape[-2]}x{q.shape[-1]} {words}"

@@ -133,6 +133,7 @@ def in_order(a: np.ndarray, b: np.ndarray, total: np.ndarray | None = None) -> n
     """``total + a @ b``, some products at a time from the first to the last: ``[..., R, C]``."""
     if total is None:
         total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)  # [..., R, C]
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)  # else NumPy would not ask BLAS
     for i in range(0, a.shape[-1], AT_ONCE):
         total = total + a[..., i : i + AT_ONCE] @ b[..., i : i + AT_ONCE, :]  # [..., R, C]
     return total

@@ -59,7 +59,8 @@ class Problem:
             lse == -np.inf, lse_ref == -np.inf
         ):
             return "other positions are not finite"
-        heaviest = np.exp(self._greatest() - self.exact()[1])[..., None]  # [B, H, M, 1]
+        with np.errstate(invalid="ignore"):
+            heaviest = np.exp(self._greatest() - self.exact()[1])[..., None]  # [B, H, M, 1]
         heaviest = np.where(np.isfinite(heaviest), heaviest, 0)
         other = 2 * heaviest * (2.0**-11 if weights == "float16" else 2.0**-4 if machine == "cuda" else 0)
         size = np.nanmax(np.abs(self.values[2]), initial=0)

@@ -39,13 +39,12 @@ def check(problem, name, machine, plan=None, step=64):
     ("name", "problem"),
     [
         ("k32", made(33, 150, 64, "e4m3", "block", causal=True)), ("k32", made(7, 70, 64, "e5m2", heads=2, kv_heads=1)),
-        ("k32", made(40, 15, 64, causal=True, batch=2)), ("k32", made(3, 1, 64, "e4m3", "tensor")),
+        ("k32", made(40, 15, 64, causal=True)), ("k32", made(3, 1, 64, "e4m3", "tensor")),
         ("emulated", made(33, 150, 64, "e5m2", "block", causal=True)),
         ("emulated", made(7, 70, 64, heads=2, kv_heads=1)),
-        ("emulated", made(40, 15, 64, causal=True, batch=2)),
         ("emulated", made(3, 31, 64, "e5m2", "tensor")),
-        ("split", made(3, 200, 64, "e4m3", "block", heads=4, kv_heads=2, causal=True)),
-        ("split", made(1, 333, 128, "e5m2", heads=8, kv_heads=1)), ("split", made(20, 70, 64, "e4m3")),
+        ("split", made(3, 150, 64, "e4m3", "block", heads=4, kv_heads=2, causal=True)),
+        ("split", made(1, 150, 128, "e5m2", heads=8, kv_heads=1, batch=2)), ("split", made(17, 40, 64, "e4m3")),
     ],
     ids=lambda x: x if isinstance(x, str) else f"{x.fmt} {x.codes['q'].shape}",
 )  # fmt: skip
@@ -53,9 +52,7 @@ def test_formats_scales_masks_and_tails(machine, name, problem):
     check(problem, name, machine, step=32 if name == "emulated" else 64)
 
 
-@pytest.mark.parametrize(
-    ("name", "d"), [("k32", 128), ("k32", 256), ("emulated", 128), ("emulated", 100), ("split", 256)]
-)
+@pytest.mark.parametrize(("name", "d"), [("k32", 256), ("emulated", 100), ("split", 256)])
 def test_head_dimensions(machine, name, d):
     """With the tiles that a GPU gets; 100 columns are copied into longer rows."""
     problem = made(9, 66, d, "e4m3", "block", causal=True)
@@ -65,7 +62,7 @@ def test_head_dimensions(machine, name, d):
 @pytest.mark.parametrize(("arch", "fmt"), [("75", "e4m3"), ("80", "e4m3"), ("80", "e5m2")])
 def test_older_gpus_convert_in_integers(machine, arch, fmt):
     """sm_75 copies and multiplies otherwise, too. Neither has instructions for these formats."""
-    problem = made(20, 40, 64, fmt, heads=2, causal=True)
+    problem = made(20, 40, 64, fmt, causal=True)
     check(problem, "emulated", machine, lambda shape: mma.plan_emulated(replace(shape, arch=arch)), 32)
     if arch == "80":
         check(
@@ -73,8 +70,10 @@ def test_older_gpus_convert_in_integers(machine, arch, fmt):
         )
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0, 1e-38])
-@pytest.mark.parametrize("name", ["k32", "emulated"])
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [("k32", 0.0), ("k32", -0.3), ("k32", 2.0), ("k32", 1e-38), ("emulated", 0.0), ("emulated", -2.0)],
+)
 def test_scales_of_scores(machine, name, scale):
     check(made(9, 70, 64, scale=scale, scaling="block" if scale == 2 else "head"), name, machine)
 
@@ -108,31 +107,25 @@ def test_weights_that_only_the_factor_saves(machine):
 
 
 # -- scales ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_scale_is_a_scale_in_any_of_its_forms(name):
-    problem = made(9, 100, 64, heads=2, kv_heads=2)
+def test_a_scale_is_a_scale_in_any_of_its_forms():
+    name, problem = "k32", made(3, 70, 64, heads=2, kv_heads=2)
     scales_of = problem.scales
     expected = problem.run(PLANS[name], "emulator")
     forms = (
-        {x: s[None] if s.ndim == 1 else s for x, s in scales_of.items()},
         {x: s[..., None] for x, s in scales_of.items()},
         {x: s.astype(np.float64).tolist() for x, s in scales_of.items()},
     )
-    for form in forms[1:]:
+    for form in forms:
         for a, b in zip(expected, replace(problem, scales=form).run(PLANS[name], "emulator"), strict=True):
             np.testing.assert_array_equal(a, b)
     blocks = {x: np.repeat(s[..., None], -(-problem.codes[x[0]].shape[-2] // 64), -1) for x, s in scales_of.items()}
-    assert not replace(problem, scales=blocks).why_wrong(
-        replace(problem, scales=blocks).run(PLANS[name], "emulator"),
-        WEIGHTS[name],
-        "cuda",
-        32 if name == "emulated" else 64,
-    )
+    by_blocks = replace(problem, scales=blocks)
+    assert not by_blocks.why_wrong(by_blocks.run(PLANS[name], "emulator"), WEIGHTS[name], "cuda")
 
 
 def test_scales_of_q_by_heads_of_k():
     """As FlashAttention-3 has them."""
-    problem = made(5, 70, 64, heads=4, kv_heads=2)
+    problem = made(1, 70, 64, heads=4, kv_heads=2)
     of_k = np.array([[0.01, 0.03]], np.float32)
     few, all_ = ({**problem.scales, "q_descale": x} for x in (of_k, np.repeat(of_k, 2, -1)))
     for a, b in zip(*(replace(problem, scales=x).run(PLANS["split"], "emulator") for x in (few, all_)), strict=True):

@@ -1,0 +1,52 @@
+"""The stage: its real cases, every rung on them, its figure, and the machine code that the lesson shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from flashnumba import fp8
+from flashnumba.ladder import find, measure
+from flashnumba.stages.flash_forward.reference import dense
+from flashnumba.stages.fp8 import few, panels, plans, study
+
+STAGE = find("fp8")
+
+
+@pytest.mark.parametrize("where", ["emulator", "cuda"])
+def test_cases(where):
+    cases = STAGE.cases(where, False)
+    for case in cases:
+        fmt = str(case.inputs["fmt"])
+        values = [fp8.dequantize(case.inputs[x], case.inputs[f"{x}_descale"], fmt) for x in "qkv"]
+        expected, _ = dense(*values, causal=bool(case.inputs["causal"]))
+        np.testing.assert_allclose(case.reference, expected, rtol=1e-10, atol=1e-13)
+    assert [few(case) for case in cases] == [False, False, True]
+    assert {str(case.inputs["fmt"]) for case in cases} == {"e4m3", "e5m2"}
+    assert {rung.name for rung in STAGE.kernels} == set(plans())
+
+
+def test_every_rung_is_within_its_budget_and_they_are_drawn(machine, tmp_path):
+    results = [
+        measure(STAGE, rung, case, machine)
+        for case in STAGE.cases(machine, False)
+        for rung in STAGE.rungs
+        if rung.takes(case)
+    ]
+    assert {(result.rung.name, result.verdict) for result in results} == {(rung.name, "ok") for rung in STAGE.rungs}
+    STAGE.figure(results, tmp_path / "figure.png")
+    picture = imread(tmp_path / "figure.png")
+    assert picture.shape[0] > 500
+    assert picture[..., :3].std() > 0.05
+
+
+def test_pictures_by_numbers():
+    assert panels.quads().tolist() == [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
+    for column, key in enumerate(panels.quads()):
+        assert column % 8 // 2 == key // 4, "each lane has the keys that it wants"
+    assert study.number_line("e4m3")[[0, 1, -1]].tolist() == [0, 2.0**-9, 448]
+    assert len(study.number_line("e5m2")) == 124
+    errors = study.relative_errors(np.linspace(1, 2, 1000).astype(np.float32)[None], "e5m2")
+    assert 0.1 < errors.max() <= 0.125
+    assert 0 < study.twice_rounded(np.random.default_rng(0).standard_normal(10**5).astype(np.float32), "e4m3") < 0.01
