@@ -22,7 +22,7 @@ from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode")
+BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode", "fp8")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources", "timeline")
 """Files of ``docs/results`` that are no tables of measurements on a device."""

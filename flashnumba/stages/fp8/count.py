@@ -6,15 +6,26 @@ they are, and a product for what it does: 16 x 8 x 16 multiplications in an HMMA
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
-from flashnumba.machine.listing import machine_code, main_loop
+from flashnumba.machine.listing import PRODUCTS, machine_code, main_loop
 from flashnumba.stages.fp8 import convert, mma
 from flashnumba.stages.heads import Shape, signature
 
-__all__ = ["OPCODES", "InLoop", "conversions", "in_loop", "listing"]
+__all__ = ["LOOPS", "OPCODES", "RECORD", "InLoop", "conversions", "excerpt", "in_loop", "listing", "record", "recorded"]
+
+RECORD = Path(__file__).resolve().parents[3] / "lessons" / "fp8_code.json"
+"""What :func:`record` wrote, for computers without a compiler, and for readers without patience."""
+LOOPS = (
+    ("mma", "float16"), ("emulated", "float8_e4m3fn"), ("emulated", "float8_e5m2"), ("k32", "float8_e4m3fn"),
+)  # fmt: skip
+"""Kernels whose loops are compared."""
 
 OPCODES = {
     "HMMA": "product, 16 deep", "QMMA": "product, 32 deep", "F2FP": "convert, pack", "LDSM": "ldmatrix",
@@ -93,6 +104,13 @@ def in_loop(name: str, element: str = "float8_e4m3fn", d: int = 128, arch: str =
     )
 
 
+def excerpt(text: str, before: int = 8, after: int = 8) -> list[str]:
+    """The instructions around the first product of a listing."""
+    lines = [found[1] for line in text.splitlines() if (found := re.search(r"\*/\s+(.*?)\s*;", line))]
+    first = next(i for i, line in enumerate(lines) if line.split(".")[0] in PRODUCTS)
+    return lines[max(0, first - before) : first + after]
+
+
 @cache
 def conversions(arch: str) -> dict[str, Mapping[str, int]]:
     """Instructions of the kernels that convert four float32, by name: all there are, loads, stores and addresses too.
@@ -107,3 +125,25 @@ def conversions(arch: str) -> dict[str, Mapping[str, int]]:
         for case in convert.compile_cases()
         if arch in case.architectures
     }
+
+
+def record() -> None:
+    """Compile and count everything that the lesson shows, and write it to :data:`RECORD`: ``python -m
+    flashnumba.stages.fp8.count``."""
+    loops, excerpts = [], {}
+    for arch in ("89", "90a"):
+        for name, element in LOOPS:
+            loops.append(asdict(in_loop(name, element, 128, arch)) | {"kernel": name, "element": element})
+        excerpts[arch] = excerpt(listing("k32", arch=arch))
+    counted = {arch: {name: dict(of) for name, of in conversions(arch).items()} for arch in ("75", "89")}
+    held = {"loops": loops, "excerpts": excerpts, "conversions": counted}
+    RECORD.write_text(json.dumps(held, indent=1) + "\n")
+
+
+def recorded() -> dict[str, Any]:
+    """What :func:`record` wrote; empty where the lessons are not."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+if __name__ == "__main__":
+    record()

@@ -31,7 +31,7 @@ import numpy as np
 from flashnumba.stages.fp8.codec import decode, encode
 from flashnumba.stages.fp8.scales import BLOCK
 
-__all__ = ["AT_ONCE", "P_LOG2", "attention", "exact", "fa3_inputs", "per_block", "rmse"]
+__all__ = ["AT_ONCE", "P_LOG2", "attention", "exact", "fa3_inputs", "per_block", "rmse", "rounded"]
 
 P_LOG2 = 8
 AT_ONCE = 32
@@ -99,7 +99,7 @@ def attention(
             alpha = np.exp2((m - origin) * factor)  # [..., H, M, 1]
             exponent = s.astype(np.float64) * factor + (bias + np.float32(shift))  # [..., H, M, step]
             p = np.exp2(exponent.astype(np.float32))  # [..., H, M, step]
-            kept = _rounded(p, weights)  # [..., H, M, step]
+            kept = rounded(p, weights)  # [..., H, M, step]
             l = l * alpha + (p if weights == "float16" else kept).sum(-1, keepdims=True)  # [..., H, M, 1]
             now = vd[..., min(block, vd.shape[-1] - 1), None, None]  # [..., H, 1, 1]
             acc = acc * alpha * (unit / now if first and blocks else 1)  # [..., H, M, D]
@@ -121,7 +121,8 @@ def per_block(descale: Any, shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(descale, outer)[..., None]
 
 
-def _rounded(p: np.ndarray, weights: str) -> np.ndarray:
+def rounded(p: np.ndarray, weights: str) -> np.ndarray:
+    """P as it is multiplied."""
     if weights == "float32":
         return p
     if weights == "float16":

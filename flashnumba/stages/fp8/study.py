@@ -15,7 +15,10 @@ from flashnumba.stages.fp8 import scales
 from flashnumba.stages.fp8.codec import FORMATS, decode, encode
 from flashnumba.stages.fp8.reference import attention, exact, rmse
 
-__all__ = ["BEFOREHAND", "FA3_RMSE", "int8_scores", "relative_errors", "rmse_of", "rmse_table", "score_errors"]
+__all__ = [
+    "BEFOREHAND", "FA3_RMSE", "int8_scores", "number_line", "relative_errors", "rmse_of", "rmse_table", "score_errors",
+    "scores_of", "twice_rounded",
+]  # fmt: skip
 
 FA3_RMSE = {("e4m3", "tensor", ""): 2.4e-2, ("e4m3", "block", "incoherent"): 9.1e-3, ("e4m3", "tensor", "incoherent"):
             9.3e-3, ("e4m3", "block", ""): 2.4e-2}  # fmt: skip
@@ -74,6 +77,12 @@ def score_errors(q: np.ndarray, k: np.ndarray, fmt: str, scaling: str) -> float:
     rounded = [scales.scaled(x, fmt, scaling) for x in (q, k)]
     d = np.sqrt(q.shape[-1])
     return rmse(rounded[0] @ rounded[1].swapaxes(-1, -2) / d, q @ k.swapaxes(-1, -2) / d)
+
+
+def scores_of(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Scores less the greatest of their row: ``[heads, M, N]``."""
+    s = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])  # [heads, M, N]
+    return s - s.max(-1, keepdims=True)
 
 
 def int8_scores(q: np.ndarray, k: np.ndarray, scaling: str) -> float:
