@@ -395,7 +395,17 @@ with lesson.timed(f"all on the {machine}"):
     ]
 lesson.table(
     ("kernel", "machine", "problem", "largest error", "budget", "verdict"),
-    [(r.rung.name, r.machine, r.case.size, r.comparison.error, r.comparison.budget, r.verdict) for r in results],
+    [
+        (
+            r.rung.name,
+            r.machine,
+            f"{r.case.size}, {r.case.name.split(', ')[-1]}",
+            r.comparison.error,
+            r.comparison.budget,
+            r.verdict,
+        )
+        for r in results
+    ],
 )
 
 # %%

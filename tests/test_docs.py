@@ -245,12 +245,12 @@ def put(folder: Path, **files: dict) -> Path:
 def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
     page = results.page(tmp_path)
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Decode"]
-    for name in ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode"):
+    assert heads == ["Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Decode", "Fp8"]
+    for name in ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode", "fp8"):
         assert f"`flashnumba bench {name}`, on a GPU, writes it." in page
     page = results.page(put(tmp_path, decode=fakes.decode_file(), zebra=MEASURED))
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Decode", "Zebra", "Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance"]
+    assert heads == ["Decode", "Zebra", "Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Fp8"]
     assert "flashnumba bench decode" not in page
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from flashnumba.data import load_minilm
 from flashnumba.stages import figures
 from flashnumba.stages.flash_forward import reference as float_reference
 from flashnumba.stages.flash_forward.blas import THREADS
-from flashnumba.stages.fp8 import reference, scales, study
+from flashnumba.stages.fp8 import codec, reference, scales, study
 from flashnumba.stages.stage import Case, Result, Rung, Stage
 
 if TYPE_CHECKING:
@@ -37,23 +38,37 @@ def plans() -> dict[str, Planner]:
     return mma.PLANS
 
 
+def coded(case: Case) -> tuple[list[np.ndarray], dict[str, np.ndarray], str]:
+    """(codes of q, k and v, their scales by name, the format) of a case's numbers."""
+    fmt, scaling = str(case.inputs["fmt"]), str(case.inputs["scaling"])
+    codes, factors = zip(*(scales.quantize(case.inputs[x], fmt, scaling) for x in "qkv"), strict=True)
+    return list(codes), dict(zip(DESCALES, factors, strict=True)), fmt
+
+
+def stand_for(case: Case) -> list[np.ndarray]:
+    """q, k and v as the codes and scales have them, float64."""
+    codes, descales, fmt = coded(case)
+    return [
+        codec.decode(x, fmt).astype(np.float64) * scales.per_row(scale, x.shape).astype(np.float64)
+        for x, scale in zip(codes, descales.values(), strict=True)
+    ]
+
+
 def case(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, fmt: str, scaling: str, causal: bool = False) -> Case:
-    """A case of this stage: codes and scales of q ``[..., M, D]`` and of k and v ``[..., N, D]``.
+    """A case of this stage: q ``[..., M, D]``, k and v ``[..., N, D]`` float16, which kernels get quantised.
 
     The judge is attention of what the codes stand for in float64: what quantising loses is not the kernel's fault.
     """
-    quantised = [scales.quantize(x.astype(np.float32), fmt, scaling) for x in (q, k, v)]
-    values = [scales.dequantize(*one, fmt) for one in quantised]
-    o, _ = float_reference.dense(*values, causal=causal)  # [..., M, D]
-    codes, factors = zip(*quantised, strict=True)
-    descales = dict(zip(DESCALES, factors, strict=True))
+    given = {"q": q, "k": k, "v": v, "fmt": np.array(fmt), "scaling": np.array(scaling), "causal": np.array(causal)}
+    several = q.size // (q.shape[-2] * q.shape[-1])
+    lengths = f"{f'{several}x' if several > 1 else ''}{q.shape[-2]}x{k.shape[-2]}x{q.shape[-1]}"
+    size = f"{lengths} {q.dtype.name}{' causal' if causal else ''}"
+    made = Case(f"{name}, {fmt} by {scaling}", given, np.empty(0), np.empty(0), size)
+    codes, descales, _ = coded(made)
+    o, _ = float_reference.dense(*stand_for(made), causal=causal)  # [..., M, D]
     with THREADS:  # products of a tile are too small to share out
         low, _ = reference.attention(*codes, fmt, **descales, causal=causal)  # [..., M, D]
-    several = q.size // (q.shape[-2] * q.shape[-1])
-    words = f"{fmt} by {scaling}{' causal' if causal else ''}"
-    size = f"{f'{several}x' if several > 1 else ''}{q.shape[-2]}x{k.shape[-2]}x{q.shape[-1]} {words}"
-    inputs = dict(zip("qkv", codes, strict=True)) | descales
-    return Case(name, {**inputs, "fmt": np.array(fmt), "causal": np.array(causal)}, o, low, size)
+    return replace(made, reference=o, lowprec=low.astype(q.dtype))
 
 
 def cases(machine: str, full: bool) -> Sequence[Case]:
@@ -81,20 +96,21 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
     )  # fmt: skip
 
 
-def by_reference(case: Case, machine: str, weights: str) -> np.ndarray:
-    descales = {name: case.inputs[name] for name in DESCALES}
-    codes, fmt = (case.inputs[x] for x in "qkv"), str(case.inputs["fmt"])
-    return reference.attention(*codes, fmt, **descales, causal=bool(case.inputs["causal"]), weights=weights)[0]
+def by_values(case: Case, machine: str) -> np.ndarray:
+    return float_reference.online(*stand_for(case), causal=bool(case.inputs["causal"]))[0]
+
+
+def by_codes(case: Case, machine: str) -> np.ndarray:
+    codes, descales, fmt = coded(case)
+    return reference.scaled_after(*codes, fmt, *descales.values(), causal=bool(case.inputs["causal"]))
 
 
 def by_kernel(case: Case, machine: str, name: str) -> np.ndarray:
     from flashnumba.stages import fp8_heads
 
-    descales = {name: case.inputs[name] for name in DESCALES}
-    return fp8_heads.forward(
-        *(case.inputs[x] for x in "qkv"), plans()[name], fmt=str(case.inputs["fmt"]), **descales,
-        causal=bool(case.inputs["causal"]), machine=machine,
-    )[0]  # fmt: skip
+    codes, descales, fmt = coded(case)
+    causal = bool(case.inputs["causal"])
+    return fp8_heads.forward(*codes, plans()[name], fmt=fmt, **descales, causal=causal, machine=machine)[0]
 
 
 def few(case: Case) -> bool:
@@ -114,7 +130,7 @@ def draw(results: Sequence[Result]) -> Figure:
     tables = {"real": study.rmse_table(q, k, v, befores=("", "incoherent"), scalings=("tensor", "block"))}
     tables["outliers"] = study.rmse_table(*outliers, befores=("", "incoherent"), scalings=("tensor", "block"))
     panels.draw_bars(bought, tables, "one real head, and normal numbers with outliers")
-    figures.errors(errors, results, label=lambda r: f"{r.rung.name}, {r.case.size}")
+    figures.errors(errors, results, label=lambda r: f"{r.rung.name}, {r.case.name.split(', ')[-1]}")
     return figure
 
 
@@ -122,13 +138,11 @@ STAGE = Stage(
     name="fp8",
     title="FP8",
     question="How much of attention survives eight bits?",
-    teaches="e4m3, e5m2, scales, and P rounded too",
+    teaches="e4m3, e5m2, scales, a permutation of P",
     lesson="09_fp8",
     rungs=(
-        Rung("float32_p", "reference", partial(by_reference, weights="float32"), None,
-             summary="codes to float32, weights as they are"),
-        Rung("rounded_p", "reference", partial(by_reference, weights="e4m3"), None,
-             summary="weights times 2^8, rounded to e4m3, summed after that"),
+        Rung("values", "reference", by_values, None, summary="codes times scales first, then attention, tile by tile"),
+        Rung("codes", "reference", by_codes, None, summary="products of codes, and the scales afterwards, once"),
         Rung("k32", "mma", partial(by_kernel, name="k32"), None, "89",
              "products of 32 codes; K in P's order, V by columns", lambda case: not few(case)),
         Rung("emulated", "mma", partial(by_kernel, name="emulated"), None, "75",

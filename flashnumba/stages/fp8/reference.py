@@ -29,9 +29,9 @@ import ml_dtypes
 import numpy as np
 
 from flashnumba.stages.fp8.codec import decode, encode
-from flashnumba.stages.fp8.scales import BLOCK
+from flashnumba.stages.fp8.scales import BLOCK, per_row
 
-__all__ = ["AT_ONCE", "P_LOG2", "attention", "exact", "fa3_inputs", "per_block", "rmse", "rounded"]
+__all__ = ["AT_ONCE", "P_LOG2", "attention", "exact", "fa3_inputs", "per_block", "rmse", "rounded", "scaled_after"]
 
 P_LOG2 = 8
 AT_ONCE = 32
@@ -149,6 +149,26 @@ def exact(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool = False) -> 
         s = np.where(np.arange(s.shape[-1]) <= np.arange(s.shape[-2])[:, None] + s.shape[-1] - s.shape[-2], s, -np.inf)
     p = np.exp(s - s.max(-1, keepdims=True))  # [..., M, N]
     return p / p.sum(-1, keepdims=True) @ v  # [..., M, D]
+
+
+def scaled_after(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, fmt: str, q_descale: Any, k_descale: Any, v_descale: Any,
+    causal: bool = False,
+) -> np.ndarray:  # fmt: skip
+    """Attention of codes in float64, scores first and scales afterwards: ``[..., M, D]``; heads of k as of q.
+
+    Where blocks have scales, those of v differ along the sum; they go with the weights.
+    """
+    queries, keys, values = (decode(x, fmt).astype(np.float64) for x in (q, k, v))  # [..., rows, D]
+    of_q, of_k, of_v = (
+        np.broadcast_to(per_row(d, x.shape), (*x.shape[:-1], 1)).astype(np.float64)
+        for d, x in ((q_descale, q), (k_descale, k), (v_descale, v))
+    )  # [..., rows, 1]
+    s = queries @ keys.swapaxes(-1, -2) * (of_q * of_k.swapaxes(-1, -2)) / sqrt(q.shape[-1])  # [..., M, N]
+    if causal:
+        s = np.where(np.arange(s.shape[-1]) <= np.arange(s.shape[-2])[:, None] + s.shape[-1] - s.shape[-2], s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))  # [..., M, N]
+    return (p * of_v.swapaxes(-1, -2)) @ values / p.sum(-1, keepdims=True)  # [..., M, D]
 
 
 def fa3_inputs(n: int, d: int, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -23,7 +23,18 @@ import numpy as np
 
 from flashnumba.stages.fp8 import codec
 
-__all__ = ["BLOCK", "SCALINGS", "dequantize", "hadamard", "incoherent", "quantize", "scaled", "smooth", "spread"]
+__all__ = [
+    "BLOCK",
+    "SCALINGS",
+    "dequantize",
+    "hadamard",
+    "incoherent",
+    "per_row",
+    "quantize",
+    "scaled",
+    "smooth",
+    "spread",
+]
 
 BLOCK = 64
 """Rows of a block that share a scale: the keys of a step of the kernels."""
@@ -68,7 +79,7 @@ def quantize(
     size = np.nan_to_num(np.asarray(size, np.float32))
     scale = np.where(size == 0, np.float32(1), np.maximum(size / np.float32(largest), np.float32(2.0**-126)))
     scale = scale.astype(np.float32)  # as size
-    ratio = x / _per_row(scale, x.shape, block)  # [..., rows, D]
+    ratio = x / per_row(scale, x.shape, block)  # [..., rows, D]
     if fmt == INT8:
         return np.clip(np.rint(np.nan_to_num(ratio)), -127, 127).astype(np.int8), scale
     return codec.encode(ratio, fmt), scale
@@ -90,11 +101,12 @@ def dequantize(codes: np.ndarray, scale: Any, fmt: str, *, block: int = BLOCK) -
     else:
         values = codec.decode(codes, fmt)  # [..., rows, D]
     _check_block(block)
-    return values * _per_row(np.asarray(scale, np.float32), values.shape, block)
+    return values * per_row(scale, values.shape, block)
 
 
-def _per_row(scale: np.ndarray, shape: tuple[int, ...], block: int) -> np.ndarray:
+def per_row(scale: Any, shape: tuple[int, ...], block: int = BLOCK) -> np.ndarray:
     """The scale with as many axes as ``[..., rows, D]``: ``[..., rows or 1, 1]``."""
+    scale = np.asarray(scale, np.float32)
     rows, outer = shape[-2], shape[:-2]
     if scale.ndim == 0:
         return scale
