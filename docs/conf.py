@@ -33,7 +33,7 @@ except metadata.PackageNotFoundError:
     release = ""
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
-exclude_patterns = ["_build", "generated", "**/.ipynb_checkpoints", "results/README.md"]
+exclude_patterns = ["_build", "generated", "**/.ipynb_checkpoints", "results/README.md", "examples/README.md"]
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -129,8 +129,8 @@ def attention(
 
     Raises:
         TypeError: an argument is no array, of elements that do not fit, or of another type than said above.
-        ValueError: shapes, places or values that do not fit; a tensor that requires a gradient, none being recorded.
-            The message names the argument and its value. Nothing has run then.
+        ValueError: shapes, places or values that do not fit; a tensor that requires a gradient, none being recorded
+            (:mod:`flashnumba.torch` does that). The message names the argument and its value. Nothing has run then.
 
     Source: the mathematics and its limits are in :mod:`flashnumba.stages.flash_forward.reference`.
     """

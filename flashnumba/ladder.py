@@ -26,6 +26,7 @@ NAMES = (
     "chained_gemm",
     "staged_buffers",
     "causal_balance",
+    "backward",
     "fp8",
 )
 

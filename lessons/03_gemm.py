@@ -496,6 +496,47 @@ plt.show()
 # no byte of shared memory is spent. (`shared_tile` and `register_tile` have *padding* instead: rows a little longer
 # than the tile. It would do for `mma` too, 16 bytes a row; but the copy engine and `wgmma` know swizzles, not padding.)
 #
+# **Predict.** `mma` reads as many matrices of $A$ as of $B$. How many times as long does it read, if both lie in order?
+#
+# A GPU can be asked. It counts cycles of shared memory ("wavefronts"), and how many of them were further ones because
+# of a bank. `mma` can be made without the swizzle and is right then, too:
+
+# %%
+held = lesson.results("counters")
+by_map = {
+    name: np.mean([np.bincount(place_of(np.arange(8), 1, n, on) // 16 % 8).max() for n in (4, 32)])
+    for name, on in (("mma", True), ("mma, chunks in order", False))
+}
+rows = [
+    (
+        m["name"], f"{by_map[m['name']]:.0f}", f"{m['load_wavefronts'] / m['ldmatrix'] / 4:.2f}",
+        f"{m['load_conflicts_share']:.1%}", f"{m['tensor']:.0%}", f"{m['seconds'] * 1e6:.0f}",
+    )
+    for size in (held["sizes"] if held else ())
+    if size["stage"] == "gemm"
+    for m in size["measured"]
+    if m["name"] in by_map and m["seconds"]
+]  # fmt: skip
+lesson.table(
+    (
+        "kernel",
+        "cycles a matrix, by the map",
+        "cycles of loads a matrix, counted",
+        "of them conflicts",
+        "tensor pipe",
+        "us",
+    ),
+    rows,
+    "ldmatrix reads four matrices. C goes to memory by way of shared memory, which is in the count and not in the map."
+    if rows
+    else "No figures of gemm in docs/results/counters.json: flashnumba bench counters makes them, with Nsight Compute.",
+)
+
+# %% [markdown]
+# The map says $(4 + 8) / 2 = 6$ cycles a matrix for the tiles in order, and one for those that are swizzled. The third
+# column is the hardware's own count of the second, and what is above the map is C. The product is the same in both;
+# without the swizzle the tensor cores wait for shared memory.
+#
 # ### A ring of slots
 #
 # A copy takes a while to arrive. If a block waited for each, its tensor cores would rest. So shared memory is cut into

@@ -397,6 +397,54 @@ lesson.table(("D", "tokens", "mask", "way", "TFLOP/s", "times shared"), rows)
 # `detour` is shared memory at its best: the order of `registers`, so that P could stay where it is, and a lane stores
 # whole words. The notes report 18 % for their third way over what they had before, on their machine.
 #
+# ### Why it is worth more at D = 64
+#
+# The hand-over is the same for every D: P has as many numbers. The products grow with D. So its share must shrink, and
+# it does. But does `shared` lose as much time as it has more to do? The hardware counts (`flashnumba bench counters`):
+# instructions; cycles of shared memory; the share of cycles in which an instruction is issued, and in which the tensor
+# cores work; and how many warps wait whenever one issues, by reason.
+#
+# **Predict.** A kernel issues an instruction in four cycles of ten. It gets a third more instructions. Does it take a
+# third longer?
+
+# %%
+held_counters = lesson.results("counters")
+counted = [
+    (size["d"], {m["name"]: m for m in size["measured"] if m["seconds"]})
+    for size in (held_counters["sizes"] if held_counters else ())
+    if size["stage"] == "chained_gemm"
+]
+rows = []
+for d, by_way in counted:
+    for way, m in by_way.items():
+        least = by_way.get("registers", m)
+        more, longer = (m[c] / least[c] - 1 for c in ("instructions", "seconds"))
+        rows.append((
+            d, way, f"{m['instructions'] / 1e6:.1f}", f"{(m['instructions'] - least['instructions']) / 1e6:.1f}",
+            f"{more:.0%}", f"{m['wavefronts'] / least['wavefronts'] - 1:.0%}", f"{longer:.0%}",
+            f"{longer / more:.2f}" if more > 0.01 else "-", f"{m['issue']:.0%}", f"{m['tensor']:.0%}",
+            f"{m['stall_wait']:.2f}", f"{m['stall_math_pipe_throttle']:.2f}", f"{m['stall_short_scoreboard']:.2f}",
+        ))  # fmt: skip
+lesson.table(
+    ("D", "way", "million instructions", "more than registers", "that is", "shared memory's cycles", "time",
+     "time / instructions", "issue", "tensor cores", "wait", "math pipe", "short scoreboard"),
+    rows,
+    "In per cent: how much more than registers; then shares of cycles. Last, warps that wait whenever one issues: for "
+    "a fixed latency, for the tensor cores, for shared memory or an exponential. 2048 tokens, 16 heads, no mask.",
+)  # fmt: skip
+
+# %% [markdown]
+# What `shared` and `shuffles` execute on top is nearly as much at both D, as it should be; beside more products it is a
+# smaller part. And time grows by less than instructions do. All these kernels issue in fewer than half of the cycles,
+# and the tensor cores work in about half of them: two blocks of four warps leave each partition of a multiprocessor two
+# warps, and in most cycles both wait, most often for the latency of what they issued before ("wait"). So an instruction
+# more partly falls into a cycle in which nothing would have been issued. At D = 128 there are more such cycles than at
+# D = 64, and a smaller part of the growth arrives in the time. Both together are why the same hand-over costs so much
+# less there.
+#
+# Bank conflicts are no part of it: the file has them at a per cent or so of the loads, in `registers` as in `shared`.
+# What `shared` pays for is its stores, its loads and their addresses.
+#
 # ## Break it
 #
 # ### No barrier
@@ -575,7 +623,6 @@ lesson.table(
 # - `shared` stores 16 bits a lane at a time, as mmac's order has it. sm_90 also has `stmatrix`, which is not used here.
 # - The last swap of `shuffles` could be one byte permutation with a selector that differs from lane to lane; the
 #   compiler does not find it.
-# - Banks were counted here, not measured.
 # - On sm_90 `mma.sync` converts FP8 operands to float16 first and gains no speed; its FP8 units answer to `wgmma`
 #   alone.
 #

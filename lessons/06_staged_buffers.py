@@ -439,11 +439,107 @@ lesson.table(heads, rows)
 
 # %% [markdown]
 # The budget is right: as many blocks as predicted, for every kernel. One and two quarters show what a latency costs
-# that nothing hides. And four quarters are the fastest of the eight at every size that was measured, 2 to 15 % ahead of
-# two whole tiles, with half their shared memory. Occupancy is not the reason, as all have the same number of blocks;
-# nor is it the number of slots, as four whole tiles gain little or nothing. What differs is that copies and waits come
-# in small portions, spread over the products of three blocks. That this is what helps is a guess that only a profiler
-# could confirm.
+# that nothing hides. And four quarters are the fastest of the eight at every size that was measured, up to 15 % ahead
+# of two whole tiles, with half their shared memory. Occupancy is not the reason, as all have the same number of blocks;
+# nor is it the number of slots, as four whole tiles gain little or nothing. What differs is that copies, loads and
+# waits come in small portions, spread over the products of three blocks. Is that what helps?
+#
+# ### What the hardware counts
+#
+# `flashnumba bench counters` asks the GPU, by Nsight Compute, about one launch of each kernel. First the two things
+# that this lesson has computed: how many warps a multiprocessor holds, and bank conflicts.
+
+# %%
+held = lesson.results("counters")
+counted = [
+    (size["d"], m)
+    for size in (held["sizes"] if held else ())
+    if size["stage"] == "staged_buffers"
+    for m in size["measured"]
+    if m["seconds"]
+]
+places = [m["multiprocessors"] * m["predicted_blocks"] for _, m in counted]
+lesson.table(
+    ("D", "kernel", "warps predicted", "on average", "blocks", "places for them", "dealt out evenly, warps",
+     "ldmatrix, thousands", "cycles each", "conflicts of loads", "of stores"),
+    [
+        (
+            d, m["name"], m["predicted_warps"], f"{m['warps']:.1f}", m["blocks"], room,
+            f"{m['blocks'] / m['multiprocessors'] * m['threads'] / 32:.1f}" if m["blocks"] <= room else "-",
+            m["ldmatrix"] // 1000,
+            f"{(m['load_wavefronts'] - m['load_conflicts']) / m['ldmatrix']:.2f}",
+            f"{m['load_conflicts_share']:.2%}", f"{m['store_conflicts_share']:.0%}",
+        )
+        for (d, m), room in zip(counted, places, strict=True)
+    ],
+    "2048 tokens, 16 heads, no mask. Cycles each: of loads from shared memory without conflicts, for an ldmatrix. "
+    "Conflicts: share of the cycles of loads, and of stores.",
+)  # fmt: skip
+
+# %% [markdown]
+# **Warps.** A multiprocessor holds as many as predicted, but not all the time. At D = 128 there are more blocks than
+# places: the first wave fills the GPU, and the rest leaves most of it empty. At D = 64 there are fewer, and an even
+# share is below the prediction from the start. The average counts all of that.
+#
+# **Banks.** `ldmatrix` reads four matrices, and without conflicts it takes four cycles (what is above four is O, on its
+# way out). Kernels of one cut load from the same addresses of a slot, so conflicts that come from addresses would be
+# the same in each. Some have next to none; so the exchange of chunks leaves none. What others have depends on *when*
+# accesses come: two want the same cycle, most likely a load and a copy that arrives. (A second run had nearly the
+# same numbers, but not the same; conflicts by addresses would be equal to the last one.) Stores are O's way out: few,
+# by the same code in all kernels, and with another share in each. That, too, must be a matter of who comes when.
+#
+# Then what warps wait for. A kernel's counter says how many warps wait for a reason whenever one issues; times
+# instructions, that is cycles of warps in all, and comparable between kernels.
+
+# %%
+WAITS = {
+    "shared memory, exponentials": ("short_scoreboard", "mio_throttle"), "copies": ("long_scoreboard",),
+    "barrier": ("barrier",), "fixed latencies": ("wait",), "tensor cores": ("math_pipe_throttle",),
+}  # fmt: skip
+waits = {
+    (d, m["name"]): {
+        what: m["instructions"] / 1e6 * sum(m[f"stall_{why}"] for why in reasons) for what, reasons in WAITS.items()
+    }
+    for d, m in counted
+}
+lesson.table(
+    ("D", "kernel", "million instructions", "issue", "tensor cores work", *WAITS, "short scoreboard", "mio throttle"),
+    [
+        (
+            d, m["name"], f"{m['instructions'] / 1e6:.1f}", f"{m['issue']:.0%}", f"{m['tensor']:.0%}",
+            *(f"{cycles:.0f}" for cycles in waits[d, m["name"]].values()),
+            f"{m['stall_short_scoreboard']:.1f}", f"{m['stall_mio_throttle']:.1f}",
+        )
+        for d, m in counted
+    ],
+    "Waiting, by what for: million cycles of warps. Last, warps that wait whenever one issues: for a result of shared "
+    "memory or an exponential (short scoreboard), and for a place in the queue to them (mio throttle).",
+)  # fmt: skip
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+shown = [key for key in waits if key[1] in ("tile_2", "tile_3", "tile_4", "quarter_3", "quarter_4")]
+if shown:
+    figure, ax = plt.subplots(figsize=(11, 3.2))
+    left = np.zeros(len(shown))
+    for what, color in zip(WAITS, (RED, ORANGE, "#8d6e63", "#b0bec5", GREEN), strict=True):
+        cycles = np.array([waits[key][what] for key in shown])
+        ax.barh(range(len(shown)), cycles, left=left, color=color, label=what)
+        left += cycles
+    ax.set_yticks(range(len(shown)), [f"D = {d}, {name}" for d, name in shown])
+    ax.set(ylim=(len(shown) - 0.5, -0.5), xlabel="waiting, million cycles of warps")
+    ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(WAITS))
+    plt.show()
+
+# %% [markdown]
+# Four quarters execute *more* instructions than two whole tiles, and wait more at barriers, as there are four times as
+# many. They gain where whole tiles wait most: for shared memory. Behind the barrier of a step, all warps of a block
+# want the fragments of a whole tile, and loads stand in a queue that is full; with quarters a quarter of them is wanted
+# at a time, and other work comes between. A third and a fourth whole tile make the wait for copies shorter and leave
+# that queue as it is, which is why they gain so little. One and two quarters wait for copies above all, as the model
+# of the latency has it.
+#
+# So the guess was right that small portions help, and half wrong about which: it is the loads from shared memory more
+# than the copies into it. The counters show where the time goes; that bursts of loads are the reason is our reading.
 
 # %% [markdown]
 # ## Break it

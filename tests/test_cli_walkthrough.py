@@ -23,6 +23,7 @@ from flashnumba.stages.fp8 import reference as fp8_reference
 from flashnumba.stages.gemm import matmul as product
 from flashnumba.stages.gemm import reference as product_reference
 from flashnumba.stages.softmax.reference import low_precision
+from flashnumba.stages.stage import Stage
 
 
 @pytest.fixture
@@ -67,6 +68,12 @@ def invoke(*arguments, columns=120):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Pictures without anything in them: drawing takes longest in a walk."""
+    monkeypatch.setattr(Stage, "figure", lambda stage, results, path: path.touch())
+
+
+@pytest.fixture
 def untouched(monkeypatch):
     """Fails the test if the walk begins."""
     monkeypatch.setattr(walkthrough, "run", lambda *args: pytest.fail("it ran before refusing"))
@@ -107,7 +114,7 @@ def test_it_fits_a_terminal_of_80_columns(kernels, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("spoil", ["block_per_row", "split", "coalesced"])
-def test_a_kernel_outside_its_budget_is_exit_1_and_the_walk_goes_on(kernels, tmp_path, spoil):
+def test_a_kernel_outside_its_budget_is_exit_1_and_the_walk_goes_on(kernels, undrawn, tmp_path, spoil):
     kernels.spoil = spoil
     result = invoke("walkthrough", "--machine", "emulator", "--out", tmp_path)
     assert result.exit_code == 1

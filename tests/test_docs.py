@@ -245,12 +245,13 @@ def put(folder: Path, **files: dict) -> Path:
 def test_what_was_not_measured_says_how(tmp_path: Path) -> None:
     page = results.page(tmp_path)
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Decode", "Fp8"]
-    for name in ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode", "fp8"):
+    assert heads == [name.capitalize() for name in results.BENCHES]
+    for name in results.BENCHES:
         assert f"`flashnumba bench {name}`, on a GPU, writes it." in page
     page = results.page(put(tmp_path, decode=fakes.decode_file(), zebra=MEASURED))
     heads = re.findall(r"^## (.*)$", page, re.MULTILINE)
-    assert heads == ["Decode", "Zebra", "Softmax", "Gemm", "Attention", "Chain", "Staged", "Balance", "Fp8"]
+    others = [name.capitalize() for name in results.BENCHES if name != "decode"]
+    assert heads == ["Decode", "Zebra", *others]
     assert "flashnumba bench decode" not in page
 
 
@@ -307,6 +308,22 @@ def test_the_tables_of_the_ring(tmp_path: Path) -> None:
     assert "| element | D | mask | B x H x N | torch, FlashAttention-2 | tile_2 | quarter_4 |\n" in page
     assert "| float16 | 128 | none | 4 x 16 x 4096 | 300 | 290 | 290 (1.02) |\n" in page
     assert "| 128 | quarter_4 | 16.1 | 168 | 3 | 3 |" in page
+
+
+def test_the_tables_of_counters(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, counters=fakes.counters_file())).split("<details>")[0]
+    assert page.startswith("## Counters\n\n- device: NVIDIA H200\n") and "**gemm**" in page
+    assert "| D 128, N 2048 | shared | 113.8 | 39.5 | 2884 | 14.54 | 1.00% | 0.2% | 51% | 40% | 7.7 | 8 |\n" in page
+    assert "| D 128, N 2048 | registers | 101.5 | 32.2 | 2621 | 11.29 | 0.84% | 0.0% | 57% | 37% | 7.5 | 8 |\n" in page
+    assert "| size | kernel | wait | short scoreboard |" in page
+    assert "| 2048 cubed | shared | 1.52 | 0.55 | 0.25 | 0.17 | 0.40 | 0.09 |\n" in page
+
+
+def test_the_tables_of_the_gradients(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, backward=fakes.backward_file())).split("<details>")[0]
+    assert "| element | D | mask | B x H x N | torch, FlashAttention-2 | mma | one_pass |\n" in page
+    assert "| float16 | 64 | causal | 4 x 32 x 4096 | 250 | 200 (0.80) | 260 (1.04) |\n" in page
+    assert "| float16 | 64 | causal | 4 x 32 x 4096 | 130 | 6 | - |" in page
 
 
 def test_the_tables_of_decoding(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_references_stay_in_their_budget_or_fail_as_meant(stage):
                 assert result.comparison.error > 0 or stage.name == "gemm"
 
 
+@PARAMS
+def test_every_kernel_is_within_its_budget(stage, machine):
+    """On the emulator each on the first case that it takes; the stage's lesson runs them all."""
+    cases = stage.cases(machine, False)
+    for rung in stage.kernels:
+        taken = [case for case in cases if rung.takes(case)]
+        for case in taken if machine == "cuda" else taken[:1]:
+            result = measure(stage, rung, case, machine)
+            assert result.verdict == "ok", f"{rung.name}: {result.note}"
+
+
 def test_compile_cases_are_those_of_every_tier_there_is(monkeypatch):
     modules = {
         "flashnumba.stages.softmax.simt": SimpleNamespace(compile_cases=lambda: ["a", "b"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from generators import api, instructions, resources, results, tables, timeline, walkthrough
+from generators import api, instructions, resources, results, tables, timeline, training, walkthrough
 
 __all__ = ["copy_lessons", "put", "write"]
 
@@ -54,11 +54,13 @@ def write(docs: Path, *, execute: bool, root: Path | None = None) -> None:
         "budget": tables.budgets(),
         "results": results.page(docs / "results"),
         "resources": resources.page(docs / "results"),
+        "training": training.page(docs / "results" / training.RECORD),
         **{f"api_{name}": text for name, text in api.pages().items()},
     }
     for name, text in pages.items():
         put(docs / "generated" / f"{name}.md", text)
     tables.draw_budgets(docs / "generated" / "budget.svg")
     results.draw_attention(docs / "results", docs / "generated")
+    training.draw(docs / "results" / training.RECORD, docs / "generated")
     walkthrough.write(docs / "generated", execute=execute)
     timeline.write(docs / "generated", docs / "results" / timeline.RECORD, execute=execute)

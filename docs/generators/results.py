@@ -17,14 +17,15 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
+from generators import counters
 from generators.measured import Row, facts_of, folded, section, table
 from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "decode", "fp8")
+BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode", "fp8", "counters")
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
-NOT_RESULTS = ("resources", "timeline")
+NOT_RESULTS = ("resources", "timeline", "training")
 """Files of ``docs/results`` that are no tables of measurements on a device."""
 PICTURE = "attention.svg"
 FA2 = "torch, FlashAttention-2"
@@ -135,6 +136,28 @@ def staged(path: Path) -> str:
     return f"## Staged\n\n{facts}\n{text}{tables}{folded(held['sizes'], 'measured')}"
 
 
+def backward(path: Path) -> str:
+    """TFLOP/s of the gradients by every kernel and peer, and what memory each allocates."""
+    held, _, facts = facts_of(path)
+
+    def cell(one: Row) -> str:
+        share = one.get("of_fa2") if one["ours"] else None
+        return f"{one['flops_per_second'] / 1e12:.3g}" + (f" ({share:.2f})" if share else "")
+
+    def megabytes(one: Row) -> str:
+        return "-" if one.get("extra_bytes") is None else f"{one['extra_bytes'] / 2**20:.3g}"
+
+    heads = {"element": "element", "D": "d", "mask": _mask, "B x H x N": _batch}
+    text = (
+        "The backward alone, TFLOP/s: 10 B H M N D operations are counted, half of them under a causal mask, whatever "
+        "a kernel computes again. In brackets the share of FlashAttention-2 in torch, which adds to dQ by atomics, as "
+        "`one_pass` does; `mma` gives the same bits every time.\n\n"
+    )
+    memory = "\nMB that a call allocates at most, beyond dQ, dK and dV:\n\n" + pivot(held["sizes"], heads, megabytes)
+    tables = pivot(held["sizes"], heads, cell) + memory
+    return f"## Backward\n\n{facts}\n{text}{tables}{folded(held['sizes'], 'measured')}"
+
+
 def decode(path: Path) -> str:
     """Microseconds of every kernel and peer; of the fastest kernel also the speed beside copies."""
     held, _, facts = facts_of(path)
@@ -162,8 +185,14 @@ def _us(seconds: float | None) -> str:
 
 
 SECTIONS: Mapping[str, Callable[[Path], str]] = {
-    "gemm": gemm, "attention": attention, "chain": chain, "staged": staged, "decode": decode,
-}  # fmt: skip
+    "gemm": gemm,
+    "attention": attention,
+    "chain": chain,
+    "staged": staged,
+    "backward": backward,
+    "decode": decode,
+    "counters": counters.section,
+}
 What = str | Callable[[Row], str]
 
 

@@ -378,6 +378,39 @@ def staged(
 
 
 @bench.command()
+def backward(
+    out: Out = RESULTS / "backward.json",
+    dims: Dims = "64,128",
+    lengths: Lengths = "1024,2048,4096,8192,16384",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    elements: Halves = "float16",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 150.0,
+) -> None:
+    """The gradients of attention beside torch's FlashAttention-2 and cuDNN, backward alone."""
+    from flashnumba.bench import backward as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    chosen = _words("--elements", elements, ("float16", "bfloat16"))
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    names = _words("--kernels", kernels, benchmark.kernels(), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    found = _environment("backward", benchmark.environment, out)
+    places = [
+        Place(_title(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
+        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    columns += [Column("extra MB", "extra_bytes", 2.0**-20, 1)]
+    _measure_all(places, [*columns, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
+
+
+@bench.command()
 def decode(
     out: Out = RESULTS / "decode.json",
     batches: Annotated[str, typer.Option(help="Sequences, separated by commas.")] = "1,4,16",
@@ -467,6 +500,37 @@ def balance(
     columns += [Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
     columns += [Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")]
     _measure_all(places, columns, out, found, seconds, lambda: {"models": benchmark.records(models)} if models else {})
+
+
+@bench.command()
+def counters(
+    out: Out = RESULTS / "counters.json",
+    stages: Annotated[str, typer.Option(help="Stages with commas.")] = "gemm,flash_forward,chained_gemm,staged_buffers",
+    dims: Dims = "64,128",
+    length: Annotated[int, typer.Option(min=1, help="Tokens of the sequence.")] = 2048,
+    heads: Annotated[int, typer.Option(min=1, help="Heads of it.")] = 16,
+    product: Annotated[int, typer.Option(min=1, help="N for gemm: a product of N x N matrices.")] = 2048,
+    jobs: Annotated[int, typer.Option(min=1, help="Stages that compile at the same time.")] = 7,
+    seconds: Annotated[float, typer.Option(help="For all stages; what runs longer is ended.")] = 500.0,
+) -> None:
+    """What the hardware counts in one launch of a kernel, by Nsight Compute: bank conflicts, warps, stalls."""
+    from flashnumba.bench import counters as benchmark
+    from flashnumba.bench.profiled import STAGES
+    from flashnumba.stages.heads import MOST_D
+
+    chosen, sizes = _words("--stages", stages, STAGES), _numbers("--dims", dims, MOST_D)
+    found = _environment("counters", benchmark.environment, out)
+    targets = benchmark.targets(chosen, sizes, length, heads, product)
+    columns = [Column("us", "seconds", 1e6, 1), Column("M instr", "instructions", 1e-6, 2)]
+    columns += [Column("waves M", "wavefronts", 1e-6, 2), Column("load %", "load_conflicts_share", 100, 2)]
+    columns += [Column("store %", "store_conflicts_share", 100, 1), Column("tensor %", "tensor", 100, 1)]
+    columns += [Column("issue %", "issue", 100, 1), Column("warps", "warps", digits=2)]
+    columns += [Column("of", "predicted_warps", digits=0)]
+    heads_of = {"short_scoreboard": "short", "long_scoreboard": "long", "math_pipe_throttle": "math"}
+    columns += [Column(heads_of.get(why, why.split("_")[0]), f"stall_{why}", digits=2) for why in benchmark.STALLS]
+    with benchmark.running(targets, jobs, seconds) as waits:
+        places = [Place(target.title, wait) for target, wait in zip(targets, waits, strict=True)]
+        _measure_all(places, columns, out, found, seconds)
 
 
 @bench.command()

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashnumba.machine.prepared import Fixed
     from flashnumba.stages import heads, rows
+    from flashnumba.stages.backward.problem import Backward
 
-__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_heads", "of_rows", "rows_key"]
+__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_backward", "of_heads", "of_rows", "rows_key"]
 
 
 @dataclass(frozen=True)
@@ -135,27 +136,58 @@ def _reach(tensor: Any) -> int:
 # -- attention ---------------------------------------------------------------------------------------------------------
 def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe | None:
     """The recipe ``(q, k, v) -> o`` or ``(o, lse)`` of a plan that was run; None unless on torch tensors on a GPU."""
-    from flashnumba.machine import launcher
-    from flashnumba.stages.heads import SCRATCH, signature
+    from flashnumba.stages.heads import SCRATCH, prepared
 
     if heads.found.kind != "torch-cuda":
         return None
-    torch = sys.modules["torch"]
-    o, lse = heads.results
-    shapes = {"o": (o.shape, o.dtype), "lse": (lse.shape, lse.dtype)}
-    shapes |= {name: (shape, getattr(torch, SCRATCH[name][0])) for name, shape in plan.scratch.items()}
-    new = [_empty(shape, dtype, o.device) for shape, dtype in shapes.values()]
-    known = {**heads.arrays, **{name: new[at]() for at, name in enumerate(shapes) if name in plan.scratch}}
-    scalars = {"scale": heads.scale, "causal": int(heads.shape.causal)}
-    places = {name: at for at, name in enumerate(("q", "k", "v", *shapes))}
+    results = dict(zip(("o", "lse"), heads.results, strict=True))
+    scratch = {name: (shape, SCRATCH[name][0]) for name, shape in plan.scratch.items()}
+    known = {**heads.arrays, "scale": heads.scale, "causal": int(heads.shape.causal)}
+    ready = [(prepared(one, heads.shape.element, "cuda", heads.device), one) for one in plan.launches]
+    return _of_plan(("q", "k", "v"), results, scratch, known, ready, heads.device, (3, 4) if return_lse else 3)
+
+
+def of_backward(made: Backward, plan: heads.Plan) -> Recipe | None:
+    """The recipe ``(do, q, k, v, o, lse) -> (dq, dk, dv)``, or with dlse after lse, of a plan that was run; None unless
+    on torch tensors on a GPU."""
+    from flashnumba.stages.backward.problem import RESULTS, prepared
+
+    if made.found.kind != "torch-cuda":
+        return None
+    given = ("do", "q", "k", "v", "o", "lse", *(("dlse",) if made.has_dlse else ()))
+    results = dict(zip(RESULTS, made.results, strict=True))
+    scratch = {name: (shape, "float32") for name, shape in plan.scratch.items()}
+    known = {**made.arrays, "scale": made.scale, "causal": int(made.shape.causal), "has_dlse": int(made.has_dlse)}
+    ready = [(prepared(one, made.shape.element, "cuda", made.device), one) for one in plan.launches]
+    last = len(given)
+    return _of_plan(given, results, scratch, known, ready, made.device, (last, last + 1, last + 2))
+
+
+def _of_plan(
+    given: tuple[str, ...], results: dict[str, Any], scratch: dict[str, tuple[tuple[int, ...], str]],
+    known: dict[str, Any], ready: list[tuple[Any, heads.Launch]], device: int | None, returns: int | tuple[int, ...],
+) -> Recipe:  # fmt: skip
+    """The recipe of a plan's launches.
+
+    Args:
+        given: names of what a call gets; an array that stands in for another, as lse does for a dlse that is not there,
+            is that one's place.
+        results, scratch: what is made anew; scratch by shape and type.
+        known: arrays and scalars, by the names that launches have for them.
+    """
+    torch, place = sys.modules["torch"], next(iter(results.values())).device
+    shapes = {name: (result.shape, result.dtype) for name, result in results.items()}
+    shapes |= {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in scratch.items()}
+    new = [_empty(shape, dtype, place) for shape, dtype in shapes.values()]
+    known = {**known, **{name: new[at]() for at, name in enumerate(shapes) if name in scratch}}
+    places = {name: at for at, name in enumerate((*given, *shapes))}
+    places |= {name: places["lse"] for name in ("dlse",) if name in known and name not in places}
     launches = []
-    for launch in plan.launches:
-        wanted = signature(heads.shape.element, launch.args)
-        ready = launcher.prepare(launch.kernel, wanted, shared=launch.shared, machine="cuda", device=heads.device)
-        args = tuple({**known, **scalars}[name] for name in launch.args)
+    for prepared, launch in ready:
+        args = tuple(known[name] for name in launch.args)
         arrays = [places[name] for name in launch.args if name in places]
-        launches.append((ready.fixed(launch.grid, launch.threads, args), arrays))
-    return _recipe(new, launches, heads.device, (3, 4) if return_lse else 3)
+        launches.append((prepared.fixed(launch.grid, launch.threads, args), arrays))
+    return _recipe(new, launches, device, returns)
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

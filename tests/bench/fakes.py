@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from flashnumba.bench.counters import Target, counted
 from flashnumba.bench.runner import Clock, Measured, Size
 
-__all__ = ["ENVIRONMENT", "HostClock", "attention_file", "chain_file", "decode_file", "gemm_file", "staged_file"]
+__all__ = [
+    "ENVIRONMENT",
+    "HostClock",
+    "attention_file",
+    "backward_file",
+    "chain_file",
+    "counters_file",
+    "decode_file",
+    "gemm_file",
+    "staged_file",
+]
 
 ENVIRONMENT = {"device": "NVIDIA H200", "arch": "90a", "date": "2026-11-29", "torch": "2.11"}
 FA2, CUDNN = "torch, FlashAttention-2", "torch, cuDNN"
@@ -81,6 +94,22 @@ def chain_file():
         one("registers", 9e-4, flops_per_second=3.3e14, of_shared=1.32),
     ]
     return held([size])
+
+
+def backward_file():
+    size = Size({"element": "float16", "batch": 4, "heads": 32, "n": 4096, "d": 64, "causal": True})
+    size.measured += [
+        one(FA2, 1e-3, ours=False, flops_per_second=2.5e14, of_fa2=None, extra_bytes=130 << 20),
+        one("mma", 1.2e-3, flops_per_second=2e14, of_fa2=0.8, extra_bytes=6 << 20),
+        one("one_pass", 9e-4, flops_per_second=2.6e14, of_fa2=1.04, extra_bytes=None),
+    ]
+    return held([size])
+
+
+def counters_file():
+    """The stored excerpt of ncu's output, as of two stages."""
+    excerpt = (Path(__file__).parent / "ncu_excerpt.csv").read_text()
+    return held([counted(target, excerpt) for target in (Target("gemm", 2048), Target("chained_gemm", 2048, 128, 16))])
 
 
 def decode_file():

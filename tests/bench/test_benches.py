@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from flashnumba.bench import attention, chain, decode, environment, gemm, heads, planned, softmax, staged, timing
+from flashnumba.bench import (
+    attention,
+    backward,
+    chain,
+    decode,
+    environment,
+    gemm,
+    heads,
+    planned,
+    softmax,
+    staged,
+    timing,
+)
 from flashnumba.bench.runner import Candidate, Runner, Size, Wrong
 from flashnumba.stages.gemm import simt
 from flashnumba.stages.gemm.problem import Plan, Shape
@@ -130,6 +143,30 @@ def test_attention_beside_torch(element, causal):
     assert ours.figures["flops_per_second"] == pytest.approx(operations / ours.seconds)
     assert ours.figures["of_fa2"] == fa2.seconds / ours.seconds and ours.figures["of_cudnn"] is None
     assert size.about["causal"] is causal
+
+
+def test_gradients_beside_torch():
+    problem, told = attention.Problem("float16", 1, 2, 40, 32, True), []
+    size = backward.measure(
+        problem, clock=HostClock(), machine="emulator", report=lambda size, m: told.append(m.name)
+    )  # fmt: skip
+    assert told == [m.name for m in size.measured] == [FA2, CUDNN, "one_pass", "mma"]
+    fa2, cudnn, *ours = size.measured
+    assert right(fa2) and all(map(right, ours)), size.measured
+    assert cudnn.note.startswith("refused: ") and not cudnn.bad
+    for m in ours:
+        assert m.figures["flops_per_second"] == pytest.approx(10 * 2 * 40 * 40 * 32 / 2 / m.seconds)
+        assert m.figures["of_fa2"] == fa2.seconds / m.seconds and m.figures["extra_bytes"] is None
+
+
+def test_gradients_that_are_wrong_have_no_time(monkeypatch):
+    from flashnumba.stages.backward import mma
+
+    good = mma.PLANS["mma"]
+    monkeypatch.setitem(mma.PLANS, "mma", lambda shape: replace(good(shape), launches=good(shape).launches[:-1]))
+    problem = attention.Problem("float16", 1, 1, 20, 32, False)
+    *_, m = backward.measure(problem, names=("mma",), clock=HostClock(), machine="emulator").measured
+    assert m.bad and m.seconds is None and "non-finite" in m.note
 
 
 def test_the_ways_of_a_chain():

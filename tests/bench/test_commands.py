@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashnumba.bench import attention, balance, chain, decode, gemm, softmax, staged
+from flashnumba.bench import attention, backward, balance, chain, decode, gemm, softmax, staged
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
 from flashnumba.commands import bench
@@ -15,7 +15,7 @@ from tests.bench.fakes import ENVIRONMENT
 
 MODULES = {
     "softmax": softmax, "gemm": gemm, "attention": attention, "chain": chain, "staged": staged,
-    "balance": balance, "decode": decode,
+    "balance": balance, "decode": decode, "backward": backward,
 }  # fmt: skip
 FIGURES = {
     "softmax": {"bytes_per_second": 4.1e12, "of_copy": 0.97, "of_torch": 1.5},
@@ -32,6 +32,7 @@ FIGURES = {
         "blocks": 3,
     },
     "decode": {"bytes_per_second": 3.9e12, "of_copy": 0.92, "of_equal_copy": 0.98, "of_fa2": 1.1, "of_cudnn": 1.3},
+    "backward": {"flops_per_second": 2.7e14, "extra_bytes": 3 << 20, "of_fa2": 1.01, "of_cudnn": None},
     "balance": {
         "flops_per_second": 3e14, "predicted": 2.1e-3, "predicted_of_plain": 1.25, "of_plain": 1.2, "of_fa2": 1.1,
     },
@@ -42,6 +43,7 @@ FEW = {
     "attention": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no", "--no-simt"],
     "chain": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "staged": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
+    "backward": ["--dims", "64", "--lengths", "1024,4096", "--causal", "no"],
     "decode": ["--batches", "1,2", "--lengths", "64"],
     "balance": ["--dims", "64", "--lengths", "1024", "--few", "8"],
 }
@@ -124,6 +126,13 @@ def test_columns_of_chain(run):
     at = next(i for i, line in enumerate(lines) if line.lstrip().startswith("kernel"))
     assert lines[at].split() == ["kernel", "ms", "TFLOP/s", "of", "shared", "of", "FA2", "error"]
     assert lines[at + 2].split()[:5] == ["ours", "2.000", "330.0", "1.180", "-"]
+
+
+def test_columns_of_backward(run):
+    lines = run("backward", *FEW["backward"]).output.splitlines()
+    assert "float16, B 16, H 32, N 1024, D 64" in lines
+    ours = next(line for line in lines if line.startswith("  ours"))
+    assert ours.split()[:6] == ["ours", "2.000", "270.0", "3.0", "1.010", "-"]
 
 
 def test_columns_of_attention_and_decode(run):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from matplotlib.image import imread
 
-from flashnumba.ladder import find, measure
+from flashnumba.ladder import find
 from flashnumba.stages.causal_balance import panels, plans, reference, tiles_of
 from flashnumba.stages.causal_balance.mma import balanced_tiles
 from flashnumba.stages.flash_forward.reference import dense
@@ -16,9 +14,8 @@ from flashnumba.tiles.schedule import SCHEDULES
 STAGE = find("causal_balance")
 
 
-@pytest.mark.parametrize("where", ["emulator", "cuda"])
-def test_cases(where):
-    cases = STAGE.cases(where, False)
+def test_cases():
+    cases = STAGE.cases("emulator", False)
     for case in cases:
         q, k, v = (case.inputs[name] for name in "qkv")
         expected, _ = dense(q, k, v, causal=True)
@@ -27,20 +24,6 @@ def test_cases(where):
     square, wide = (case.inputs for case in cases)
     assert square["q"].shape == square["k"].shape and wide["q"].shape[-2] > wide["k"].shape[-2]
     assert {rung.name for rung in STAGE.kernels} == set(plans())
-
-
-def test_every_rung_is_within_its_budget_and_they_are_drawn(machine, tmp_path):
-    results = [
-        measure(STAGE, rung, case, machine)
-        for case in STAGE.cases(machine, False)
-        for rung in STAGE.rungs
-        if rung.takes(case)
-    ]
-    assert {(result.rung.name, result.verdict) for result in results} == {(rung.name, "ok") for rung in STAGE.rungs}
-    STAGE.figure(results, tmp_path / "figure.png")
-    picture = imread(tmp_path / "figure.png")
-    assert picture.shape[0] > 500
-    assert picture[..., :3].std() > 0.05
 
 
 def test_several_tiles_on_the_emulator_and_those_that_are_fast_on_a_gpu():

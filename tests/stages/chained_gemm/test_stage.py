@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from matplotlib.image import imread
 
-from flashnumba.ladder import find, measure
+from flashnumba.ladder import find
 from flashnumba.stages.chained_gemm import FP8, is_fp8, panels, plans
 from flashnumba.stages.chained_gemm.layouts import accumulators, operands, unit
 from flashnumba.stages.flash_forward import reference
@@ -14,9 +12,8 @@ from flashnumba.stages.flash_forward import reference
 STAGE = find("chained_gemm")
 
 
-@pytest.mark.parametrize("where", ["emulator", "cuda"])
-def test_cases(where):
-    cases = STAGE.cases(where, False)
+def test_cases():
+    cases = STAGE.cases("emulator", False)
     for case in cases:
         q, k, v, causal = (case.inputs[name] for name in ("q", "k", "v", "causal"))
         expected, _ = reference.dense(q, k, v, causal=bool(causal))
@@ -26,21 +23,6 @@ def test_cases(where):
                 np.testing.assert_array_equal(x, x.astype(FP8).astype(np.float16))
     assert [is_fp8(case) for case in cases] == [False, False, True]
     assert [bool(case.inputs["causal"]) for case in cases] == [False, True, True]
-
-
-def test_every_rung_is_within_its_budget_and_they_are_drawn(machine, tmp_path):
-    results = [
-        measure(STAGE, rung, case, machine)
-        for case in STAGE.cases(machine, False)[1:]
-        for rung in STAGE.rungs
-        if rung.takes(case) and not (machine == "cuda" and rung.tier == "reference")
-    ]
-    assert {(result.rung.name, result.verdict) for result in results} == {(r.rung.name, "ok") for r in results}
-    assert {result.rung.name for result in results} >= {rung.name for rung in STAGE.kernels}
-    STAGE.figure(results, tmp_path / "figure.png")
-    picture = imread(tmp_path / "figure.png")
-    assert picture.shape[0] > 500
-    assert picture[..., :3].std() > 0.05
 
 
 def test_rungs_take_what_they_are_for():

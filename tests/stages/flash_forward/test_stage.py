@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.image import imread
 
-from flashnumba.ladder import find, measure
+from flashnumba.ladder import find
 from flashnumba.machine import emulator
 from flashnumba.stages.flash_forward import count, plans, reference, simt, simt_tiles, split
 from flashnumba.stages.flash_forward.count import FULL, MASKED, SKIPPED, tile_kinds
@@ -23,9 +22,8 @@ from tests.stages.flash_forward.test_split import with_splits
 STAGE = find("flash_forward")
 
 
-@pytest.mark.parametrize("where", ["emulator", "cuda"])
-def test_cases(where):
-    cases = STAGE.cases(where, False)
+def test_cases():
+    cases = STAGE.cases("emulator", False)
     for case in cases:
         q, k, v, causal = (case.inputs[name] for name in ("q", "k", "v", "causal"))
         expected, _ = reference.dense(q, k, v, causal=bool(causal))
@@ -34,20 +32,6 @@ def test_cases(where):
     assert {bool(case.inputs["causal"]) for case in cases} == {True, False}
     assert any(case.inputs["q"].shape[-2] != case.inputs["k"].shape[-2] for case in cases)
     assert {rung.name for rung in STAGE.kernels} == set(plans())
-
-
-def test_every_rung_is_within_its_budget_and_they_are_drawn(machine, tmp_path):
-    results = [
-        measure(STAGE, rung, case, machine)
-        for case in STAGE.cases(machine, False)
-        for rung in STAGE.rungs
-        if rung.takes(case)
-    ]
-    assert {(result.rung.name, result.verdict) for result in results} == {(rung.name, "ok") for rung in STAGE.rungs}
-    STAGE.figure(results, tmp_path / "figure.png")
-    picture = imread(tmp_path / "figure.png")
-    assert picture.shape[0] > 500
-    assert picture[..., :3].std() > 0.05
 
 
 sizes = st.integers(1, 40)

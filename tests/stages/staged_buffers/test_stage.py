@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 
-from flashnumba.ladder import find, measure
+from flashnumba.ladder import find
 from flashnumba.machine import compiler
 from flashnumba.machine.gate import budget_of
 from flashnumba.machine.occupancy import machine_of
@@ -17,9 +16,8 @@ from flashnumba.stages.staged_buffers import mma, panels, plans, registers_allow
 STAGE = find("staged_buffers")
 
 
-@pytest.mark.parametrize("where", ["emulator", "cuda"])
-def test_cases(where):
-    cases = STAGE.cases(where, False)
+def test_cases():
+    cases = STAGE.cases("emulator", False)
     for case in cases:
         q, k, v, causal = (case.inputs[name] for name in ("q", "k", "v", "causal"))
         expected, _ = dense(q, k, v, causal=bool(causal))
@@ -28,20 +26,6 @@ def test_cases(where):
     for rung in STAGE.kernels:
         assert sum(rung.takes(case) for case in cases) == 1, "one small case a kernel"
     assert [rung.name for rung in STAGE.kernels] == list(plans()) == list(mma.TRACED)
-
-
-def test_every_rung_is_within_its_budget_and_they_are_drawn(machine, tmp_path):
-    results = [
-        measure(STAGE, rung, case, machine)
-        for case in STAGE.cases(machine, False)
-        for rung in STAGE.rungs
-        if rung.takes(case)
-    ]
-    assert {(result.rung.name, result.verdict) for result in results} == {(rung.name, "ok") for rung in STAGE.rungs}
-    STAGE.figure(results, tmp_path / "figure.png")
-    picture = imread(tmp_path / "figure.png")
-    assert picture.shape[0] > 500
-    assert picture[..., :3].std() > 0.05
 
 
 def test_what_fits():

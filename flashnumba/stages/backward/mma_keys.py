@@ -1,0 +1,149 @@
+"""Steps of the kernels whose blocks own keys and walk over queries: S and dP transposed, rows of K and V first.
+
+Of a step's queries shared memory has Q and dO, and behind one another delta, origin and bias of each row. Registers are
+as in :mod:`flashnumba.stages.backward.mma_parts`: own rows are keys, other rows queries.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import lane_id, ld_shared_v2_f32, ldmatrix_x4_trans, st_shared_b32
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint32
+from flashnumba.stages.backward.mma_parts import Parts, address_of
+from flashnumba.stages.backward.mma_tiles import Tiles
+from flashnumba.tiles.swizzle import swizzle
+from flashnumba.tiles.tensor import make_multiply
+
+__all__ = ["KeySteps", "make_dq_parts", "make_key_steps"]
+
+
+class KeySteps(NamedTuple):
+    """Device functions of a block.
+
+    Attributes:
+        copy_step: ``(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)``: begins the copies of
+            a step's queries, from ``row`` on.
+        weigh: ``(s, statistics, factor)``: S^T becomes P^T; ``statistics`` is the address of the lane's first column.
+        hide: ``(p, first_row, key, rows_left, keys_left, causal, lane)``: no weight beyond the last row or key, nor if
+            causal of a row before the key's first. All int32 and counted from the step's first row: ``first_row`` the
+            one that first sees the lane's first key, which is ``key`` of the block's.
+        differ: ``(dp, p, statistics)``: dP^T becomes dS^T.
+    """
+
+    copy_step: DeviceFunction
+    weigh: DeviceFunction
+    hide: DeviceFunction
+    differ: DeviceFunction
+
+
+def make_key_steps(tiles: Tiles, parts: Parts, broken: str = "") -> KeySteps:
+    """The steps; ``broken`` as :data:`flashnumba.stages.backward.mma_dkdv.FAULTS`."""
+    other, groups, rows_held = tiles.other, tiles.other // 8, 2 * tiles.frags
+    copy_other, copy_statistics, weight = parts.copy_other, parts.copy_statistics, parts.weight
+    no_tail, no_causal, no_delta, swapped = (broken == name for name in ("tail", "causal", "delta", "stride"))
+
+    @device
+    def copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row):
+        m_rows, columns = q.shape[2], q.shape[3]
+        batch, head, row = int64(batch), int64(head), int64(row)
+        do_row = q.strides[2] if swapped else do.strides[2]
+        q_from = address_of(q, batch, head, row)
+        do_from = address_of(do, batch, head, int64(0)) + row * do_row
+        copy_other(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row, columns)
+        copy_other(do_tile, do_from, do_row, do.strides[3], m_rows - row, columns)
+        first = (batch * q.shape[1] + head) * m_rows + row
+        copy_statistics(statistics, delta, origin, bias, first, m_rows - row)
+
+    @device
+    def weigh(s, statistics, factor):
+        begin = cuda.local.array(2, float32)
+        shift = cuda.local.array(2, float32)
+        for n in range(groups):
+            ld_shared_v2_f32(begin, 0, statistics + uint32(4 * (other + 8 * n)))
+            ld_shared_v2_f32(shift, 0, statistics + uint32(4 * (2 * other + 8 * n)))
+            for i in range(2):
+                for r in range(rows_held):
+                    at = ((r // 2) * groups + n) * 4 + 2 * (r % 2) + i
+                    s[at] = weight(s[at], begin[i], factor, shift[i])
+
+    @device
+    def hide(p, first_row, key, rows_left, keys_left, causal, lane):
+        for r in range(rows_held):
+            down = int32(16 * (r // 2) + 8 * (r % 2))
+            first = int32(0)
+            if causal != 0 and not no_causal:
+                first = max(int32(0), int32(first_row + down))
+            if key + down >= keys_left:
+                first = int32(other)
+            # One comparison for both ends: what is before the first wraps to a large number.
+            begin = uint32(int32(2) * (lane & int32(3)) - first)
+            seen = uint32(max(int32(0), int32(min(rows_left, int32(other)) - first)))
+            for n in range(groups):
+                for i in range(2):
+                    if uint32(begin + uint32(8 * n + i)) >= seen and not no_tail:
+                        p[((r // 2) * groups + n) * 4 + 2 * (r % 2) + i] = float32(0)
+
+    @device
+    def differ(dp, p, statistics):
+        mean = cuda.local.array(2, float32)
+        for n in range(groups):
+            ld_shared_v2_f32(mean, 0, statistics + uint32(32 * n))
+            for i in range(2):
+                for r in range(rows_held):
+                    at = ((r // 2) * groups + n) * 4 + 2 * (r % 2) + i
+                    dp[at] = p[at] * (dp[at] if no_delta else dp[at] - mean[i])
+
+    return KeySteps(copy_step, weigh, hide, differ)
+
+
+@cache
+def make_dq_parts(tiles: Tiles, element: str, arch: str):
+    """``scatter_ds(ds_tile, ds, warp_row)`` and ``add_dq(sums, tile, ds_tile, k_tile)``.
+
+    dS^T lies in shared memory as keys x queries. Of dQ a warp has 16 queries and every ``halves``-th 16 columns.
+    Both ask for their lane anew: addresses made of it then take no registers while S and dP need them all.
+    """
+    d, own, other, frags, threads = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.threads
+    keys, halves = swizzle(other), tiles.halves
+    place, ds_pitch = keys.at, keys.pitch
+    k_place, k_step, k_pitch = swizzle(d).at, swizzle(d).step, swizzle(d).pitch
+    product = make_multiply(element, arch)
+    registers, row_warps = tiles.dq_registers, other // 16
+
+    @device
+    def scatter_ds(ds_tile, ds, warp_row):
+        lane = int32(lane_id())
+        for k in range(other // 16):
+            for f in range(frags):
+                for i in range(2):
+                    for half in range(2):
+                        at = place(ds_tile, warp_row + 16 * f + 8 * half + (lane >> 2), 2 * k + i)
+                        st_shared_b32(at + uint32(4 * (lane & 3)), ds[4 * frags * k + 4 * f + 2 * i + half])
+
+    @device
+    def add_dq(sums, tile, ds_tile, k_tile):
+        lane = int32(lane_id())
+        acc = cuda.local.array(registers, float32)
+        a = cuda.local.array(4, uint32)
+        b = cuda.local.array(4, uint32)
+        warp = uint32(cuda.threadIdx.x) >> uint32(5)
+        chunk = uint32(2) * (warp % uint32(row_warps))
+        for i in range(registers):
+            acc[i] = float32(0)
+        a_lane = place(ds_tile, (lane & 7) + 8 * (lane >> 4), chunk + uint32((lane >> 3) & 1))
+        b_lane = k_place(k_tile, lane & 15, uint32(2) * (warp // uint32(row_warps)) + uint32(lane >> 4))
+        for k in range(own // 16):
+            ldmatrix_x4_trans(a, 0, a_lane + uint32(k * 16 * ds_pitch))
+            for n in range(d // 16 // halves):
+                ldmatrix_x4_trans(b, 0, k_step(b_lane, halves * n) + uint32(k * 16 * k_pitch))
+                product(acc, 8 * n, a, 0, b, 0)
+                product(acc, 8 * n + 4, a, 0, b, 2)
+        # A view that begins with the lane: constant indices into it cost no arithmetic.
+        mine = sums[int64(tile) * (other * d) + int64(uint32(32) * warp + uint32(lane)) :]
+        for i in range(registers):
+            cuda.atomic.add(mine, i * threads, acc[i])
+
+    return scatter_ds, add_dq

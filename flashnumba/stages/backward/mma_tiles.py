@@ -1,0 +1,204 @@
+"""Sizes of the kernels in ``mma``, and which a problem gets.
+
+A warp owns ``frags`` fragments of 16 rows of its block's and holds for them S, dP and one or two accumulators. With two
+fragments a warp reads each tile of the others half as often from shared memory, which is what these kernels wait for;
+where the accumulators leave room for one only, a block has more warps. For d above 128 dK and dV do not fit together:
+each then has a kernel of its own, and S is made once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles
+from flashnumba.tiles.swizzle import swizzle
+
+__all__ = ["MOST_SHARED", "Tiles", "dkdv_tiles", "dq_tiles", "one_pass_tiles"]
+
+MOST_SHARED = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KB of shared memory that a block may have, by architecture."""
+STATISTICS = 3
+"""Numbers that kernels keep of each row: delta, origin and bias."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a kernel of gradients on tensor cores.
+
+    Attributes:
+        d: head dimension that is computed, a multiple of 32; the user's may be smaller.
+        own: rows a block, of Q for dQ, of K for dK and dV.
+        other: rows a step, of K for dQ, of Q for dK and dV.
+        warps: a block; each owns ``own / warps`` rows, a multiple of 16.
+        slots: steps whose tiles shared memory holds: with two, copies travel under the products of the step before.
+        results: accumulators, 2 for dK and dV in one kernel.
+        min_blocks: blocks a multiprocessor that the compiler leaves registers for.
+        under: copies of the next step begin under the first product and not before it, which hides what it takes to
+            compute addresses, and may take more registers.
+        sides: 2 if half of a block's warps make weights and dV, and the other half dS and dK; ``warps`` are those of a
+            half (:mod:`flashnumba.stages.backward.mma_sides`). Slots are then three.
+        exchange: dS goes through shared memory as well, for dQ in the same pass.
+
+    Raises:
+        ValueError: sizes that do not fit one another; the message says which.
+    """
+
+    d: int
+    own: int
+    other: int
+    warps: int = 4
+    slots: int = 2
+    results: int = 1
+    min_blocks: int = 1
+    exchange: bool = False
+    under: bool = False
+    sides: int = 1
+
+    def __post_init__(self) -> None:
+        if self.slots not in ((1, 2) if self.sides == 1 else (3,)) or self.results not in (1, 2):
+            raise ValueError(
+                f"slots is {self.slots} and results {self.results}; they must be 1 or 2, and slots 3 with two sides"
+            )
+        if self.accumulators > 200:
+            raise ValueError(
+                f"{self.own} x {self.other} tiles by {self.warps} warps take {self.accumulators} registers for S, dP "
+                f"and {self.results} results; 200 leave room for the rest"
+            )
+        warps = self.warps * self.sides
+        if self.exchange and (self.results != 2 or warps % (self.other // 16) or self.d % (16 * self.halves)):
+            raise ValueError(
+                f"other is {self.other} and d {self.d}; to share out dQ beside two results, {warps} warps must be "
+                "a multiple of other / 16, and d of 16 for each of the warps in a row"
+            )
+        _ = self.steps  # checks the rest
+
+    @property
+    def steps(self) -> AttentionTiles:
+        """The sizes as those of the forward's steps, whose rows of Q are the block's own and whose keys the others."""
+        return AttentionTiles(self.d, self.own, self.other, self.warps, min(self.slots, 2))
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps * self.sides
+
+    @property
+    def frags(self) -> int:
+        """Fragments of 16 rows a warp."""
+        return self.own // (16 * self.warps)
+
+    @property
+    def accumulators(self) -> int:
+        """Registers a thread for S, dP and the results; of two sides each has half of them."""
+        return self.frags * (2 * self.other + self.results * self.d) // 2 // self.sides
+
+    @property
+    def halves(self) -> int:
+        """Warps side by side that share the columns of dQ, where it is made in the same pass."""
+        return max(1, self.threads // 2 // self.other)
+
+    @property
+    def dq_registers(self) -> int:
+        """Registers a thread for dQ of a step, where it is made in the same pass."""
+        return self.other * self.d // self.threads
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of each of the block's two tiles."""
+        return self.own * swizzle(self.d).pitch
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each of the two tiles of a step."""
+        return self.other * swizzle(self.d).pitch
+
+    @property
+    def statistics_bytes(self) -> int:
+        return 4 * STATISTICS * self.other
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of P in float32, which goes from one side to the other."""
+        return 4 * self.own * self.other if self.sides == 2 else 0
+
+    @property
+    def exchange_bytes(self) -> int:
+        return self.sides * self.own * swizzle(self.other).pitch if self.exchange else 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        tiles = 2 * self.own_bytes + 2 * self.slots * self.slot_bytes + self.weight_bytes + self.exchange_bytes
+        return ALIGNMENT + tiles + self.slots * self.statistics_bytes
+
+
+def most_shared(arch: str) -> int:
+    """Bytes of shared memory a block of an architecture."""
+    return 1024 * MOST_SHARED.get(int(arch.rstrip("a")), 99)
+
+
+def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
+    """Tiles of the kernel of dQ."""
+    d, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
+    if most < 99 * 1024:
+        return Tiles(d, 64, 32, slots=1) if d <= 128 else Tiles(d, 32, 16, warps=2, slots=1)
+    if d <= 64 and not narrow:
+        return Tiles(d, 128, 64, min_blocks=2)
+    if d <= 128:
+        if int(arch.rstrip("a")) >= 100 and not narrow:
+            return Tiles(d, 64, 64)
+        return Tiles(d, 64 if narrow else 128, 32)
+    return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
+
+
+def one_pass_tiles(d: int, arch: str, vector: int = 16, causal: bool = False) -> Tiles:
+    """Tiles of the kernel that makes all three.
+
+    Two sides are quicker on an H200 where d is 128 and the mask causal, by 2.5 % at 4096 tokens; without a mask they
+    are 1.5 % slower. Elsewhere they were chosen because registers suffice; they were not timed.
+
+    Raises:
+        ValueError: no tiles hold dK and dV together and dS beside them, or loads are of single elements.
+    """
+    padded, most, number = -(-d // 32) * 32, most_shared(arch), int(arch.rstrip("a"))
+    largest = 0 if number < 80 else 128 if number < 100 else 64
+    if d > largest:
+        raise ValueError(
+            f"d is {d} on sm_{arch}; one pass holds dK and dV together up to {largest} there: use backward.mma"
+        )
+    if vector < 4:  # registers for the addresses of single elements are not found everywhere
+        raise ValueError(
+            f"rows or columns of q, k, v, o or do lie at multiples of {vector} bytes; one pass takes packed columns "
+            "and rows aligned to 4 bytes: use backward.mma"
+        )
+    if vector < 16:  # addresses take registers: threads enough that each has few
+        return Tiles(64 if d <= 64 else 128, 128, 32, 8, 2 if most > 99 * 1024 else 1, results=2, exchange=True)
+    by_sides = Tiles(padded, 64, 32, 2, 3, results=2, exchange=True, sides=2)
+    if padded <= 64:
+        return by_sides if number >= 100 else Tiles(padded, 128, 32, results=2, exchange=True)
+    if number == 90 and d == 128 and not causal:
+        return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
+    return replace(by_sides, min_blocks=2) if number == 90 else by_sides  # the larger tiles spill
+
+
+def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
+    """Tiles of the kernel of dK and dV; where ``results`` is 1 each has its own."""
+    d, most, narrow = -(-d // 32) * 32, most_shared(arch), vector < 16
+    if most < 99 * 1024:
+        if d <= 128:
+            return Tiles(d, 64, 32, slots=1, results=2 if d <= 64 else 1)
+        return Tiles(d, 32, 16, warps=2, slots=1)
+    if d <= 64 and not narrow:
+        if int(arch.rstrip("a")) >= 100:  # its compiler finds registers for one fragment a warp
+            return Tiles(d, 128, 64, warps=8, results=2)
+        return Tiles(d, 128, 32, results=2, min_blocks=2)
+    if d <= 128:
+        if narrow:
+            return Tiles(d, 64, 32, results=2)
+        if d == 128 and int(arch.rstrip("a")) == 90:  # two of these blocks share a multiprocessor
+            return Tiles(d, 64, 64, results=2)
+        if int(arch.rstrip("a")) in (80, 90):
+            return Tiles(d, 128, 64, warps=8, results=2)
+        if d == 96:  # 256 threads copy 64 of its rows at once
+            return Tiles(d, 128, 64, warps=8, slots=1, results=2)
+        return Tiles(d, 128, 32, warps=8, results=2)
+    return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
