@@ -43,7 +43,7 @@ def test_float32(backend, causal):
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [
-    ("numpy", np.float16), ("numpy", ml_dtypes.bfloat16), ("emulator", np.float16), ("backward.mma", np.float16),
+    ("numpy", np.float16), ("numpy", ml_dtypes.bfloat16), ("emulator", np.float16),
     ("backward.one_pass", ml_dtypes.bfloat16), ("backward.simt", np.float16),
 ])  # fmt: skip
 def test_16_bits(backend, dtype):

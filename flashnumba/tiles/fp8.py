@@ -78,5 +78,5 @@ def tiles_for(d: int, arch: str) -> AttentionTiles:
         few = arch in ("89", "120a")
         return AttentionTiles(d, 64, 64, slots=1 if few else 2, lazy=not few, subtract=not few, nbytes=1)
     if arch != "89":
-        return AttentionTiles(d, 64, 64, slots=2, nbytes=1)
+        return AttentionTiles(d, 64, 64, slots=2, lazy=True, nbytes=1)
     return AttentionTiles(d, 128, 64, slots=2 if d == 64 else 1, lazy=d == 128, nbytes=1)

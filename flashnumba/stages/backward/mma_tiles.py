@@ -196,7 +196,7 @@ def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
             return Tiles(d, 64, 32, results=2)
         if d == 128 and int(arch.rstrip("a")) == 90:  # two of these blocks share a multiprocessor
             return Tiles(d, 64, 64, results=2)
-        if int(arch.rstrip("a")) in (80, 90):
+        if int(arch.rstrip("a")) == 90:
             return Tiles(d, 128, 64, warps=8, results=2)
         if d == 96:  # 256 threads copy 64 of its rows at once
             return Tiles(d, 128, 64, warps=8, slots=1, results=2)

@@ -102,6 +102,8 @@ def make_rows(element: str, nbytes: int, lanes: int = 32, base2: bool = False, b
         batch, head = int64(of_heads // uint32(heads)), int64(of_heads % uint32(heads))
         of_key = head // (heads // k.shape[1])
         first = int64(tile) * block_rows + int64(cuda.threadIdx.x >> 5) * at_once
+        if first >= m_rows:
+            return  # the whole warp, as all of its lanes vote below
         mine = int64(cuda.threadIdx.x & 31) // lanes
         row = min(first + mine, m_rows - 1)  # of lanes beyond the last
         total = dot(o, do, batch, head, row)
