@@ -227,7 +227,8 @@ def conversions(count: int = CONVERTED, clock: Clock | None = None, machine: str
 
 
 def instructions(d: int = 128) -> list[dict[str, Any]]:
-    """The main loops of the kernels in machine code, for sm_89 and sm_90; empty where nothing disassembles them."""
+    """Instructions of the kernels' main loops for each product 16 deep, for sm_89 and sm_90; none where nothing
+    disassembles them."""
     from flashnumba.stages.fp8 import count
 
     rows = []
@@ -237,8 +238,8 @@ def instructions(d: int = 128) -> list[dict[str, Any]]:
                                   ("k32", "float8_e4m3fn"), ("k32", "float8_e5m2")):  # fmt: skip
                 found = count.in_loop(name, element, d, arch)
                 per = {opcode: round(found.per(opcode, d), 3) for opcode in found.opcodes}
-                rows.append({"arch": arch, "kernel": f"{name} {element}", "rows": found.rows, "keys": found.keys,
-                             "for_a_product_16_deep": per})  # fmt: skip
+                about = {"arch": arch, "kernel": f"{name} {element}", "rows": found.rows, "keys": found.keys}
+                rows.append(about | per)
     except RuntimeError:
         return []
     return rows

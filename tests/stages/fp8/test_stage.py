@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from flashnumba import fp8
 from flashnumba.ladder import find, measure
 from flashnumba.stages.flash_forward.reference import dense
-from flashnumba.stages.fp8 import coded, few, panels, plans, stand_for, study
+from flashnumba.stages.fp8 import coded, count, few, panels, plans, stand_for, study
 
 STAGE = find("fp8")
 
@@ -49,3 +49,18 @@ def test_pictures_by_numbers():
     errors = study.relative_errors(np.linspace(1, 2, 1000).astype(np.float32)[None], "e5m2")
     assert 0.1 < errors.max() <= 0.125
     assert 0 < study.twice_rounded(np.random.default_rng(0).standard_normal(10**5).astype(np.float32), "e4m3") < 0.01
+
+
+def test_what_the_assembler_makes_of_products_of_8_bits():
+    """The recorded loops: on sm_89 products of 32 and no conversion but P's, on sm_90 none of them and many."""
+    code = count.recorded()
+    loops = {(loop["arch"], loop["kernel"], loop["element"]): loop for loop in code["loops"]}
+    assert set(loops) == {(arch, *kernel) for arch in ("89", "90a") for kernel in count.LOOPS}
+    ours, unpacked = (loops[arch, "k32", "float8_e4m3fn"] for arch in ("89", "90a"))
+    products = 2 * ours["rows"] * ours["keys"] * 128 // (16 * 8 * 32)
+    sums = ours["rows"] // 16 * ours["keys"] // 32
+    assert ours["opcodes"]["QMMA"] == products + sums and "HMMA" not in ours["opcodes"]
+    assert ours["opcodes"]["F2FP"] == ours["rows"] * ours["keys"] // 32 // 2, "two weights of a lane in each"
+    assert "QMMA" not in unpacked["opcodes"] and unpacked["opcodes"]["F2FP"] > unpacked["opcodes"]["HMMA"]
+    assert any("QMMA" in line for line in code["excerpts"]["89"])
+    assert any("UNPACK" in line for line in code["excerpts"]["90a"])
