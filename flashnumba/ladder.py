@@ -27,6 +27,7 @@ NAMES = (
     "staged_buffers",
     "causal_balance",
     "backward",
+    "fp8",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

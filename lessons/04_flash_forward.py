@@ -335,7 +335,7 @@ plt.show()
 
 # %%
 attend = make_attend(tiles_for(64, "90a"), "float16")
-lesson.show_source(attend, part="attend_marked", first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
+lesson.show_source(attend, part="attend_all", first="for j in range(int64(0), last)", last="softmax_pv(s, acc")
 
 # %% [markdown]
 # (`early`, `no_barrier` and `no_v_barrier` plant faults.) With **one slot** for K and one for V, the copy of each

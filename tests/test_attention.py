@@ -14,7 +14,8 @@ import pytest
 
 import flashnumba
 from flashnumba import NoGpuWarning, attention
-from flashnumba.attention import KERNELS, planner
+from flashnumba.attention import KERNELS as ALL_KERNELS
+from flashnumba.attention import planner
 from flashnumba.compare import assert_close
 from flashnumba.machine import gpu
 from tests.stages.flash_forward.attention_cases import (
@@ -29,6 +30,9 @@ from tests.stages.flash_forward.attention_cases import (
 
 room = sys.modules["flashnumba.attention"]
 SMALL = np.ones((5, 8), np.float16)
+
+KERNELS = [name for name in ALL_KERNELS if not name.startswith("fp8.")]
+"""Those of 8 bits have tests of their own."""
 
 
 @pytest.fixture

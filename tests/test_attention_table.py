@@ -7,6 +7,7 @@ import pytest
 from flashnumba.attention import BACKENDS, CHOICES, choose, planner
 from flashnumba.stages.heads import Shape
 from flashnumba.tiles.elements import ITEMSIZE
+from flashnumba.tiles.fp8_convert import ELEMENTS
 
 
 def shape(element="float16", m=4096, n=4096, arch="90a", **sizes):
@@ -37,6 +38,11 @@ def shape(element="float16", m=4096, n=4096, arch="90a", **sizes):
         (shape(m=128, batch=67, heads=1, kv_heads=1), "flash_forward.mma"),
         (shape(m=128, batch=66, heads=1, kv_heads=1), "flash_forward.split"),
         (shape(d=256, arch="120", multiprocessors=170), "flash_forward.mma"),
+        (shape("float8_e4m3fn"), "fp8.emulated"),
+        (shape("float8_e5m2", arch="75", m=1), "fp8.emulated"),
+        (shape("float8_e4m3fn", m=1), "fp8.split"),
+        (shape("float8_e5m2", arch="89"), "fp8.k32"),
+        (shape("float8_e4m3fn", arch="120a", multiprocessors=170), "fp8.k32"),
     ],
 )
 def test_the_table_is_pinned(problem, backend):
@@ -47,6 +53,9 @@ def test_the_table_is_pinned(problem, backend):
 def test_the_table_in_words():
     assert [(choice.when, choice.backend) for choice in CHOICES] == [
         ("there is no GPU of sm_75 or later", "numpy"),
+        ("8 bits an element on sm_80 or later, 1024 keys or more, and few queries, as below", "fp8.split"),
+        ("8 bits an element on sm_89 or sm_120, whose mma.sync multiplies them", "fp8.k32"),
+        ("8 bits an element on another GPU", "fp8.emulated"),
         (
             "float16 or bfloat16 on sm_80 or later, 1024 keys or more, and few queries: at most 16 rows for each head "
             "of k, or tiles of 128 rows for at most half of the multiprocessors",
@@ -60,12 +69,15 @@ def test_the_table_in_words():
 
 
 @pytest.mark.parametrize("arch", ["75", "80", "86", "89", "90", "90a", "100a", "120"])
-@pytest.mark.parametrize("element", ITEMSIZE)
+@pytest.mark.parametrize("element", (*ITEMSIZE, *ELEMENTS))
 def test_what_is_chosen_can_be_launched_there(element, arch):
     from flashnumba.machine.instruction import runs_on
 
     for m, n in ((1, 0), (1, 5000), (100, 100), (5000, 5000)):
         for d in (1, 8, 33, 64, 80, 128, 200, 256):
-            problem = shape(element, m, n, arch, d=d, vector=ITEMSIZE[element] if d % 8 else 16)
+            if element in ELEMENTS:
+                problem = shape(element, m, n, arch, d=-(-d // 16) * 16)
+            else:
+                problem = shape(element, m, n, arch, d=d, vector=ITEMSIZE[element] if d % 8 else 16)
             chosen = choose(problem, True).backend
             assert all(runs_on(arch, launch.kernel.arch) for launch in planner(chosen)(problem).launches)

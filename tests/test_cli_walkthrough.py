@@ -16,9 +16,12 @@ from flashnumba.cli import app
 from flashnumba.commands import walkthrough
 from flashnumba.ladder import NAMES, STAGES, Passes, Rung, find
 from flashnumba.machine import compiler, gpu
-from flashnumba.stages import flash_forward, heads
-from flashnumba.stages.chained_gemm import fp8, fp8_reference
+from flashnumba.stages import flash_forward, fp8_heads, heads
+from flashnumba.stages.backward import problem
+from flashnumba.stages.backward import reference as gradients
+from flashnumba.stages.chained_gemm import fp8
 from flashnumba.stages.flash_forward.reference import low_precision as attention
+from flashnumba.stages.fp8 import reference as fp8_reference
 from flashnumba.stages.gemm import matmul as product
 from flashnumba.stages.gemm import reference as product_reference
 from flashnumba.stages.softmax.reference import low_precision
@@ -37,7 +40,15 @@ def kernels(monkeypatch):
         return computed(attention(q, k, v, causal=causal)[0], kernel, machine), None
 
     def in_fp8(q, k, v, kernel, *, causal, machine):
-        return computed(fp8_reference.low_precision(q, k, v, causal=causal)[0], kernel, machine), None
+        codes = (x.view(np.uint8) for x in (q, k, v))
+        return computed(fp8_reference.attention(*codes, "e4m3", causal=causal)[0], kernel, machine), None
+
+    def of_codes(q, k, v, kernel, *, fmt, causal, machine, **descales):
+        return computed(fp8_reference.attention(q, k, v, fmt, **descales, causal=causal)[0], kernel, machine), None
+
+    def backward(do, q, k, v, o, lse, kernel, *, causal, machine):
+        state.calls.append((kernel, machine))
+        return gradients.dense(q, k, v, do, causal=causal)
 
     def matmul(a, b, out=None, *, kernel, machine):
         return computed(product_reference.low_precision(a, b), kernel, machine)
@@ -58,6 +69,8 @@ def kernels(monkeypatch):
     monkeypatch.setattr(flash_forward, "plans", lambda: {rung.name: rung.name for rung in flash_forward.STAGE.kernels})
     monkeypatch.setattr(heads, "forward", forward)
     monkeypatch.setattr(fp8, "forward", in_fp8)
+    monkeypatch.setattr(fp8_heads, "forward", of_codes)
+    monkeypatch.setattr(problem, "backward", backward)
     return state
 
 

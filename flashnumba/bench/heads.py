@@ -15,11 +15,11 @@ from flashnumba.compare import Comparison, compare
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import empty_like_kind
 from flashnumba.stages.flash_forward.reference import dense, low_precision
-from flashnumba.stages.heads import SCRATCH, Plan, Shape, prepare_heads, signature
+from flashnumba.stages.heads import SCRATCH, Heads, Plan, Shape, prepare_heads, signature
 
 __all__ = [
-    "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "launches", "peer", "places", "settings",
-    "shape_of",
+    "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "calls_of", "launches", "peer", "places",
+    "settings", "shape_of",
 ]  # fmt: skip
 
 FA2, CUDNN, EFFICIENT, MATH = "torch, FlashAttention-2", "torch, cuDNN", "torch, memory-efficient", "torch, plain"
@@ -70,14 +70,15 @@ def launches(
         ValueError: the plan, or the GPU, does not take the shape.
     """
     made = plan()
-    return [_launches(made, *inputs, causal, machine) for inputs in sets]
+    prepare = partial(prepare_heads, causal=causal, scale=None, machine=machine, stream=None)
+    return [calls_of(made, prepare(*inputs), machine) for inputs in sets]
 
 
-def _launches(plan: Plan, q: Any, k: Any, v: Any, causal: bool, machine: str) -> Callable[[], Any]:
-    heads = prepare_heads(q, k, v, causal=causal, scale=None, machine=machine, stream=None)
+def calls_of(plan: Plan, heads: Heads, machine: str) -> Callable[[], Any]:
+    """A call of a plan's prepared launches on one problem, as of :func:`launches`."""
     for result in heads.results:
         result.fill_(float("nan"))
-    known = {**heads.arrays, "scale": np.float32(heads.scale), "causal": np.int32(causal)}
+    known = {**heads.arrays, "scale": np.float32(heads.scale), "causal": np.int32(heads.shape.causal)}
     for name, shape in plan.scratch.items():
         known[name] = empty_like_kind(heads.results[0], shape, SCRATCH[name][0])
     steps = []

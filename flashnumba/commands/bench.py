@@ -294,6 +294,54 @@ def chain(
 
 
 @bench.command()
+def fp8(
+    out: Out = RESULTS / "fp8.json",
+    dims: Dims = "128",
+    lengths: Lengths = "4096,8192,16384",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    kernels: Kernels = "",
+    decode: Annotated[str, typer.Option(help="Sequences x keys of decoding, separated by commas.")] = "16x8192,4x32768",
+    runs: Runs = 20,
+    seconds: Seconds = 150.0,
+) -> None:
+    """8 bits an element beside float16: prefill, decoding, conversions, and instructions by count."""
+    from flashnumba.bench import fp8 as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.decode import GraphClock
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    masks = [mask == "yes" for mask in _words("--causal", causal, ("no", "yes"))]
+    names = _words("--kernels", kernels, ("k32", "emulated"), none=True)
+    sizes = _numbers("--dims", dims, MOST_D), _numbers("--lengths", lengths)
+    steps = [_numbers("--decode", step.replace("x", ",")) for step in decode.split(",") if step.strip()]
+    if any(len(step) != 2 for step in steps):
+        refuse(f"--decode is {decode!r}; each must be two numbers, sequences x keys, as in 16x8192")
+    found = _environment("fp8", benchmark.environment, out)
+    places = [
+        Place(_title(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
+        for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
+    ]
+    for batch, n in steps:
+        step = benchmark.DecodeProblem(batch, n)
+        title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
+        places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
+    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    columns += [Column("T elem/s", "elements_per_second", 1e-12), Column("of fp16", "of_float16")]
+    columns += [Column("of FA2", "of_fa2")]
+
+    def rest() -> dict[str, Any]:
+        rows = benchmark.conversions(clock=Clock(runs))
+        for row in rows:
+            typer.echo(f"  float32 to {row['to']:14} {row['way']:13} {row['seconds'] * 1e3:8.3f} ms")
+        return {"conversions": rows, "instructions": benchmark.instructions()}
+
+    _measure_all(places, columns, out, found, seconds, rest)
+
+
+@bench.command()
 def staged(
     out: Out = RESULTS / "staged.json",
     dims: Dims = "64,128",

@@ -45,7 +45,7 @@ class Shape:
     """What decides which kernel is best.
 
     Attributes:
-        element: float16, bfloat16 or float32, of q, k, v and o.
+        element: float16, bfloat16 or float32, of q, k, v and o; or one of 8 bits, of q, k and v.
         batch, heads, kv_heads, m, n, d: sizes.
         causal: key j is visible to row i iff ``j <= i + n - m``.
         vector: bytes of the widest vector that is aligned in every row of q, k, v and o, and would be in rows after the
@@ -53,6 +53,7 @@ class Shape:
             reverse or more than :data:`MOST_APART` bytes apart.
         arch: compute capability it runs on.
         multiprocessors: of the GPU.
+        scaled: of 8-bit elements alone: which scales they have, of :data:`flashnumba.tiles.descale.SCALED`.
     """
 
     element: str
@@ -66,6 +67,7 @@ class Shape:
     vector: int = 16
     arch: str = "90a"
     multiprocessors: int = EMULATED_MULTIPROCESSORS
+    scaled: str = ""
 
     @property
     def group(self) -> int:
@@ -87,10 +89,11 @@ class Launch:
 @dataclass(frozen=True)
 class Plan:
     """Kernels to launch one after the other, and the arrays of :data:`SCRATCH` that one leaves for the next, by name
-    and shape."""
+    and shape. ``v_by_columns``: they read v so (:mod:`flashnumba.stages.fp8_heads`)."""
 
     launches: tuple[Launch, ...]
     scratch: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    v_by_columns: bool = False
 
 
 Planner = Callable[[Shape], Plan]
@@ -140,13 +143,15 @@ class Heads:
 
 
 def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...]:
-    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed. The o of FP8 is float16."""
-    plain = {
-        "float32": types.float32, "float16": types.float16, "bfloat16": types.uint16, "float8_e4m3fn": types.uint8
+    """Numba types of a kernel's arguments: q, k, v, o of any strides, scratch packed. The o of 8 bits is bfloat16."""
+    eight = element.startswith("float8")
+    plain = types.uint8 if eight else {
+        "float32": types.float32, "float16": types.float16, "bfloat16": types.uint16
     }[element]  # fmt: skip
     known = {name: types.Array(plain, 4, "A") for name in "qkvo"}
-    if element == "float8_e4m3fn":
-        known["o"] = types.Array(types.float16, 4, "A")
+    if eight:
+        known["o"] = types.Array(types.uint16, 4, "A")
+        known |= {f"{name}_descale": types.Array(types.float32, 3, "A") for name in "qkv"}
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
     known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
     known |= {name: types.Array(getattr(types, kind), rank, "C") for name, (kind, rank) in SCRATCH.items()}

@@ -48,7 +48,8 @@ from flashnumba.tiles.reduce import lanes_max, lanes_sum
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["ALIGNMENT", "NATURAL", "AttentionTiles", "Order", "Steps", "factor_of", "log_sum", "make_steps", "share_of"]
+__all__ = ["ALIGNMENT", "NATURAL", "AttentionTiles", "Order", "Steps", "factor_of", "log_sum", "make_softmax_pv",
+           "make_steps", "share_of"]  # fmt: skip
 
 ALIGNMENT = 128
 """Bytes that tiles in shared memory are aligned to."""
@@ -86,7 +87,8 @@ class AttentionTiles:
             an element, and a branch less.
         q_held: of the ``d / 16`` steps along the head dimension, how many keep Q in registers.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
-        nbytes: of an element of Q, K and V: 2, or 1 for FP8, whose V lies in shared memory by columns.
+        nbytes: of an element of Q, K and V in shared memory: 2, or 1 for FP8, whose V lies there by columns.
+        kv_bytes: of K and V, where it is not the same: 1 for FP8 that is multiplied as float16, whose V lies by rows.
 
     Raises:
         ValueError: sizes that do not fit one another; the message says which.
@@ -102,15 +104,20 @@ class AttentionTiles:
     q_held: int = 0
     min_blocks: int = 0
     nbytes: int = 2
+    kv_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.d % 32 or not 32 <= self.d <= 256:
             raise ValueError(f"d is {self.d}; it must be a multiple of 32 from 32 to 256")
         if self.nbytes not in (1, 2) or (self.nbytes == 1 and (self.d % 64 or self.bn % 64)):
             raise ValueError(f"nbytes is {self.nbytes}; it must be 2, or 1 with multiples of 64 for d and bn")
+        if self.kv_bytes not in (0, 1) or (self.kv_bytes and (self.d % 64 or self.nbytes != 2)):
+            raise ValueError(
+                f"kv_bytes is {self.kv_bytes}; it must be 0, or 1 with nbytes 2 and a multiple of 64 for d"
+            )
         if self.bm % (16 * self.warps) or self.bm <= 0:
             raise ValueError(f"bm is {self.bm}; it must be a multiple of 16 rows for each of {self.warps} warps")
-        at_once = self.threads // (8 if self.units % 64 == 0 else 4)
+        at_once = self.threads // (8 if min(self.units, self.kv_units) % 64 == 0 else 4)
         if self.bn % 16 or self.bn <= 0 or self.bn % at_once or self.bm % at_once:
             raise ValueError(
                 f"bm and bn are {self.bm} and {self.bn}; they must be multiples of 16 and of {at_once}, the rows that "
@@ -142,19 +149,29 @@ class AttentionTiles:
 
     @property
     def units(self) -> int:
-        """Pairs of bytes in a row of Q or K: what tiles are laid out in."""
+        """Pairs of bytes in a row of Q: what tiles are laid out in."""
         return self.d * self.nbytes // 2
 
     @property
     def pitch(self) -> int:
-        """Bytes from row to row of Q and K in shared memory."""
+        """Bytes from row to row of Q in shared memory."""
         return swizzle(self.units).pitch
+
+    @property
+    def kv_units(self) -> int:
+        """:attr:`units` of K, and of V where it lies by rows."""
+        return self.d * (self.kv_bytes or self.nbytes) // 2
+
+    @property
+    def kv_pitch(self) -> int:
+        """:attr:`pitch` of K, and of V where it lies by rows."""
+        return swizzle(self.kv_units).pitch
 
     @property
     def slot(self) -> int:
         """Bytes of a tile of K, or of V."""
         by_columns = self.d * swizzle(self.bn // 2).pitch if self.nbytes == 1 else 0
-        return max(self.bn * self.pitch, by_columns)
+        return max(self.bn * self.kv_pitch, by_columns)
 
     @property
     def shared(self) -> int:
@@ -226,13 +243,15 @@ def log_sum(m, total, factor):
 
 @cache
 def make_steps(
-    tiles: AttentionTiles, element: str, arch: str = "80", *, order: Order = NATURAL, rescaled: bool = True
+    tiles: AttentionTiles, element: str, arch: str = "80", *, order: Order = NATURAL, rescaled: bool = True,
+    stale: bool = False,
 ) -> Steps:  # fmt: skip
-    """The steps for float16 or bfloat16; and for ``float8_e4m3fn`` those that do not concern P or V.
+    """The steps for float16 or bfloat16; and for 8-bit elements those that do not concern P or V.
 
     Args:
         order: in which K's rows were copied, which the mask must know.
         rescaled: False plants a fault.
+        stale: plants a fault: the maximum stays that of the first tile in which a row sees something.
     """
     d, bn, frags, q_held = tiles.d, tiles.bn, tiles.frags, tiles.q_held
     lazy, subtract, units = tiles.lazy, tiles.subtract, tiles.units
@@ -243,7 +262,7 @@ def make_steps(
     signs = 0x80008000 if tiles.nbytes == 2 else 0x80808080
     quad_max, quad_sum = lanes_max(4), lanes_sum(4)
     d_groups, n_groups, chunks = d // 8, bn // 8, units // 8
-    s_regs, a_regs, p_regs, rows = frags * n_groups * 4, frags * 4, frags * n_groups * 2, frags * 2
+    s_regs, a_regs, rows = frags * n_groups * 4, frags * 4, frags * 2
     by_lane, by_tile, by_pair = order
 
     @device
@@ -342,6 +361,8 @@ def make_steps(
                     at = (f * n_groups + n) * 4 + 2 * half
                     top = max(top, max(s[at], s[at + 1]))
                 top = max(m[r], quad_max(top))
+                if stale and m[r] != float32(NOTHING):
+                    top = m[r]
                 risen = risen or top > m[r]
                 origin = seen(top)
                 bias[r] = -(origin * factor)
@@ -380,16 +401,27 @@ def make_steps(
                 multiply(acc, (f * d_groups + 2 * n) * 4, p, k * a_regs + 4 * f, b, 0)
                 multiply(acc, (f * d_groups + 2 * n + 1) * 4, p, k * a_regs + 4 * f, b, 2)
 
+    softmax_pv = make_softmax_pv(tiles, raise_maximum, exponentials, multiply_pv)
+    return Steps(
+        q_lane, k_lane, v_lane, clear, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials,
+        multiply_pv, softmax_pv, quad_sum,
+    )  # fmt: skip
+
+
+@cache
+def make_softmax_pv(
+    tiles: AttentionTiles, raise_maximum: DeviceFunction, exponentials: DeviceFunction, multiply_pv: DeviceFunction
+) -> DeviceFunction:
+    """:attr:`Steps.softmax_pv` from the three steps that it is made of."""
+    rows, p_regs, each = 2 * tiles.frags, tiles.frags * tiles.bn // 4, tiles.bn // 16
+
     @device
     def softmax_pv(s, acc, m, l, factor, v_lane):
         p = cuda.local.array(p_regs, uint32)
         bias = cuda.local.array(rows, float32)
         raise_maximum(s, acc, m, l, bias, factor)
-        for k in range(bn // 16):
+        for k in range(each):
             exponentials(p, s, l, bias, factor, k)
             multiply_pv(acc, p, v_lane, k)
 
-    return Steps(
-        q_lane, k_lane, v_lane, clear, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials,
-        multiply_pv, softmax_pv, quad_sum,
-    )  # fmt: skip
+    return softmax_pv

@@ -51,6 +51,7 @@ from flashnumba.machine.numba import cuda, float32, int32, uint16, uint32
 from flashnumba.tiles.attention import NATURAL, AttentionTiles, Order, Steps
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.swizzle import make_place
+from flashnumba.tiles.tensor import make_multiply
 
 __all__ = ["DETOUR", "FAULTS", "P_LOG2", "QUADS", "STRIDED", "WAYS", "Chain", "make_chain", "order_for", "shared_of"]
 
@@ -62,13 +63,16 @@ QUADS = Order(4, 2, 1)
 """They are 4q to 4q + 3: four neighbours, as the 8-bit product wants them of each half of its 32 keys."""
 P_LOG2 = 8
 """FP8 weights are multiplied by 2^8: of 0 to 1 e4m3 would lose all below 2^-10. The sum has the factor too."""
+QUARTERS = {"float8_e4m3fn": 0x28282828, "float8_e5m2": 0x34343434}
+"""1/4, four times. All four lanes of a row get the whole sum of its weights, and the four are added in the end."""
 FAULTS = {
     "shared": ("sync", "overwrite", "pitch", "unit"),
     "shuffles": ("round", "halves"),
     "registers": (),
 }
 """What can be planted in a hand-over; and where it is used, in :func:`flashnumba.tiles.forward.make_attend`, ``order``,
-that the mask and P know another order than K was copied in, and with FP8 ``o_barrier``."""
+that the mask and P know another order than K was copied in, and with FP8 ``o_barrier``, and ``saturate``, that weights
+are multiplied by 2^10."""
 
 
 class Chain(NamedTuple):
@@ -108,7 +112,10 @@ def shared_of(way: str, tiles: AttentionTiles) -> int:
 def make_chain(
     way: str, tiles: AttentionTiles, element: str, steps: Steps, arch: str = "80", broken: str = ""
 ) -> Chain:
-    """A way for float16, bfloat16 or ``float8_e4m3fn``.
+    """A way for float16, bfloat16 or the two 8-bit types, with which P is e4m3 in any case.
+
+    What l sums are the weights as they are multiplied: in 8 bits rounding changes them by up to a sixteenth, and a
+    product with a column of ones adds up what is left, in float32.
 
     Args:
         way: one of :data:`WAYS`, or :data:`DETOUR`.
@@ -122,6 +129,8 @@ def make_chain(
     keys = 16 if tiles.nbytes == 2 else 32
     each, p_regs = tiles.bn // keys, tiles.frags * 4 * (tiles.bn // keys)
     half, scaled = each // 2, tiles.nbytes == 1
+    add_up = make_multiply(element, arch, weights=True) if scaled else None
+    quarters, factor_log2 = QUARTERS.get(element, 0), P_LOG2 + 2 * (broken == "saturate")
     raise_maximum, multiply_pv = steps.raise_maximum, steps.multiply_pv
     weights = make_weights(tiles, element, arch, neighbours=way in ("registers", DETOUR))
     make = {"shared": _through_shared, DETOUR: _by_detour, "shuffles": _by_shuffles, "registers": _by_registers}[way]
@@ -134,17 +143,30 @@ def make_chain(
         bias = cuda.local.array(rows, float32)
         raise_maximum(s, acc, m, l, bias, factor)
         if scaled:
+            ones = cuda.local.array(2, uint32)
+            sums = cuda.local.array(registers, float32)
+            ones[0] = ones[1] = uint32(quarters)
             for r in range(rows):
-                bias[r] += float32(P_LOG2)
+                bias[r] += float32(factor_log2)
+                sums[2 * r] = sums[2 * r + 1] = float32(0)
         # In two loops, as one of eight steps would be too long for the compiler to unroll.
         for k in range(half):
             weights(words, s, l, bias, factor, k)
             hand_over(p, k * registers, words, kept, k)
             multiply_pv(acc, p, v_lane, k)
+            if scaled:
+                for f in range(frags):
+                    add_up(sums, 4 * f, p, k * registers + 4 * f, ones, 0)
         for k in range(half, each):
             weights(words, s, l, bias, factor, k)
             hand_over(p, k * registers, words, kept, k)
             multiply_pv(acc, p, v_lane, k)
+            if scaled:
+                for f in range(frags):
+                    add_up(sums, 4 * f, p, k * registers + 4 * f, ones, 0)
+        if scaled:
+            for r in range(rows):
+                l[r] += sums[2 * r]
 
     return Chain(keep, softmax_pv)
 
@@ -166,7 +188,7 @@ def _nothing_to_do(steps: Steps) -> tuple[DeviceFunction, DeviceFunction]:
 # -- weights, packed ---------------------------------------------------------------------------------------------------
 @cache
 def make_weights(tiles: AttentionTiles, element: str, arch: str, *, neighbours: bool) -> DeviceFunction:
-    """``weights(words, s, l, bias, factor, k)``: the k-th 16 (FP8: 32) keys' weights, and l grows.
+    """``weights(words, s, l, bias, factor, k)``: the k-th 16 (FP8: 32) keys' weights, and l grows but for FP8.
 
     Words ``4 f + 2 half`` and the next hold the four units of 16 bits that a lane has of a row: 0 and 2, 1 and 3; or
     as ``neighbours`` 0 and 1, 2 and 3.
@@ -197,7 +219,8 @@ def make_weights(tiles: AttentionTiles, element: str, arch: str, *, neighbours: 
                     at = (f * n_groups + groups * k + t) * 4 + 2 * half
                     x[2 * t] = ex2_approx(cuda.fma(s[at], factor, bias[r]))
                     x[2 * t + 1] = ex2_approx(cuda.fma(s[at + 1], factor, bias[r]))
-                    l[r] += x[2 * t] + x[2 * t + 1]
+                    if not eight:
+                        l[r] += x[2 * t] + x[2 * t + 1]
                 words[4 * f + 2 * half] = pack(x, 0, second)
                 words[4 * f + 2 * half + 1] = pack(x, third, 3)
 

@@ -22,10 +22,13 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, Steps, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, Steps, log_sum, make_steps
 from flashnumba.tiles.chain import P_LOG2, STRIDED, make_chain, order_for
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.descale import make_descales
 from flashnumba.tiles.fp8 import make_copy_by_columns, with_values_by_columns
+from flashnumba.tiles.fp8_convert import make_halves
+from flashnumba.tiles.fp8_halves import make_copy_as_float16, with_halves
 from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide, make_store
 from flashnumba.tiles.schedule import seen_keys
@@ -42,7 +45,7 @@ FAULTS = (
 @cache
 def make_attend(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True, traced: bool = False,
-    chain: str = "registers", broken: str = "",
+    chain: str = "registers", scaled: str = "", broken: str = "",
 ) -> DeviceFunction:  # fmt: skip
     """``attend(q, k, v, o, lse, scale, causal, batch, head, block)``: rows ``tiles.bm * block`` and on of a head.
 
@@ -52,8 +55,9 @@ def make_attend(
 
     Args:
         tiles: with one or two slots.
-        element: float16 or bfloat16; or ``float8_e4m3fn``, whose arrays are uint8, with o in float16, ``vector`` 16, a
-            head dimension that is a multiple of 16, and V as :mod:`flashnumba.tiles.fp8` wants it.
+        element: float16 or bfloat16; or one of 8 bits, whose arrays are uint8, with o in bfloat16, ``vector`` 16 and a
+            head dimension that is a multiple of 16. With tiles of ``nbytes`` 1 it is multiplied as it is, and V lies as
+            :mod:`flashnumba.tiles.fp8` wants it; with ``kv_bytes`` 1 as float16.
         vector: as :attr:`flashnumba.stages.heads.Shape.vector`.
         arch: "75" copies and multiplies with what sm_75 has; "80" with cp.async.
         even: the head dimension is ``tiles.d``.
@@ -61,42 +65,55 @@ def make_attend(
             j is that of K_j and V_j; slots are K's, then V's. Only with 16-bit elements and P by registers.
         chain: how P comes from the first product to the second, of :data:`flashnumba.tiles.chain.WAYS`; it takes
             :func:`flashnumba.tiles.chain.shared_of` further bytes of shared memory.
-        broken: plants one of :data:`FAULTS`, or of those of the chain.
+        scaled: of :data:`flashnumba.tiles.descale.SCALED`. If any, ``attend`` takes ``q_descale, k_descale, v_descale``
+            after ``lse``.
+        broken: plants one of :data:`FAULTS`, of those of the chain, or of 8 bits ``stale`` and ``twice``.
 
     Raises:
         ValueError: more than two slots, FP8 tiles that leave no room for O, or a kernel that cannot be traced.
     """
     if tiles.slots > 2:
         raise ValueError(f"slots is {tiles.slots}; this schedule has one or two")
-    eight = tiles.nbytes == 1
+    eight, halves = tiles.nbytes == 1, tiles.kv_bytes == 1
     if eight and tiles.bm * swizzle(tiles.d).pitch > tiles.shared - ALIGNMENT:
         raise ValueError(f"{tiles.bm} rows of {tiles.d} float16 do not fit in the tiles' {tiles.shared} bytes")
-    if traced and (eight or chain != "registers"):
+    if traced and (eight or halves or chain != "registers"):
         raise ValueError(f"a chain by {chain} of {element} leaves no marks; those of 16 bits by registers do")
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch = tiles.pitch
     order = order_for(chain, tiles.nbytes)
-    steps = make_steps(tiles, element, arch, order=order, rescaled=broken != "rescale")
+    inside, stored = "float16" if halves else element, tiles.kv_bytes or tiles.nbytes
+    steps = make_steps(tiles, inside, arch, order=order, rescaled=broken != "rescale", stale=broken == "stale")
     if eight:
         steps = with_values_by_columns(steps, tiles, element, arch)
+    if halves:
+        steps = with_halves(steps, tiles, element, arch)
+    factor_for, scale_rows, scale_tile, scale_output = make_descales(
+        tiles, scaled, make_halves(element, arch).log2 if halves else 0, broken
+    )
     clear, negate_q, load_q, multiply_qk, flatten = (
         steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten
     )  # fmt: skip
-    keep, softmax_pv = make_chain(chain, tiles, element, steps, arch, broken)
+    keep, softmax_pv = make_chain(chain, tiles, inside, steps, arch, broken)
     softmax_pv = _make_marked(tiles, steps) if traced else _make_unmarked(softmax_pv)
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     row_total = steps.total
     next_row = int(broken != "causal")
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
-    store = make_store(tiles, "float16" if eight else element, vector, arch, even=even)
+    out = "bfloat16" if eight or halves else element
+    store = make_store(tiles, out, vector, arch, even=even, in_fours=halves)
     copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even, nbytes=tiles.nbytes)
+    if halves:
+        copy_q = make_copy_as_float16(bm, d, threads, element, arch)
     copied = None if order == NATURAL else order
     if broken == "order":
         copied = None if copied else STRIDED
     copy_k = make_copy_tile(
-        bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied, nbytes=tiles.nbytes
+        bn, d, threads, vector, arch, even=even, on=broken != "swizzle", order=copied, nbytes=stored
     )
-    copy_v = make_copy_by_columns(tiles) if eight else make_copy_tile(bn, d, threads, vector, arch, even=even)
+    copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even, nbytes=stored)
+    if eight:
+        copy_v = make_copy_by_columns(tiles)
     slot_bytes, weight, apart = tiles.slot, 2.0**-P_LOG2, eight and broken != "o_barrier"
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
@@ -106,7 +123,7 @@ def make_attend(
     mark = make_marks(traced).mark
 
     @device
-    def attend_marked(q, k, v, o, lse, scale, causal, batch, head, block, log):
+    def attend_all(q, k, v, o, lse, q_descale, k_descale, v_descale, scale, causal, batch, head, block, log):
         smem = cuda.shared.array(0, uint8)
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
@@ -128,7 +145,7 @@ def make_attend(
         end, whole = seen_keys(row0, bm, n_rows, offset, causal, next_row)
         last = (end + (bn - 1)) // bn
 
-        factor = factor_of(scale)
+        factor = factor_for(scale, q_descale, k_descale, batch, head, head_kv)
         q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
         kept = cuda.local.array(2, uint32)
         keep(kept, p_tile, warp_row, lane)
@@ -138,6 +155,8 @@ def make_attend(
         m = cuda.local.array(rows_held, float32)
         l = cuda.local.array(rows_held, float32)
         clear(acc, m, l)
+        of_q = cuda.local.array(rows_held, float32)
+        scale_rows(of_q, q_descale, batch, head, int64(1), row0 + warp_row + (lane >> 2), m_rows)
 
         mark(log, COPY, 0, ANY)
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row0, columns)
@@ -180,6 +199,7 @@ def make_attend(
             mark(log, QK, j, j & (slots - 1))
             multiply_qk(s, held, q_lane, k_lane + here)
             mark(log, SOFTMAX, j, ANY)
+            scale_tile(s, acc, of_q, k_descale, v_descale, batch, head_kv, j * bn)  # of FP8 in blocks alone
             if scale == float32(0):
                 flatten(s)
             if (j + 1) * bn > whole:
@@ -197,6 +217,7 @@ def make_attend(
             softmax_pv(s, acc, m, l, factor, v_lane + here, kept, log, j, slots + (j & (slots - 1)))
 
         mark(log, STORE, last, ANY)
+        scale_output(acc, v_descale, batch, head_kv, (last - 1) * bn)
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
             total = row_total(l[r])
@@ -211,9 +232,17 @@ def make_attend(
 
     @device
     def attend(q, k, v, o, lse, scale, causal, batch, head, block):
-        attend_marked(q, k, v, o, lse, scale, causal, batch, head, block, None)
+        attend_all(q, k, v, o, lse, None, None, None, scale, causal, batch, head, block, None)
 
-    return attend_marked if traced else attend
+    @device
+    def attend_marked(q, k, v, o, lse, scale, causal, batch, head, block, log):
+        attend_all(q, k, v, o, lse, None, None, None, scale, causal, batch, head, block, log)
+
+    @device
+    def attend_scaled(q, k, v, o, lse, q_descale, k_descale, v_descale, scale, causal, batch, head, block):
+        attend_all(q, k, v, o, lse, q_descale, k_descale, v_descale, scale, causal, batch, head, block, None)
+
+    return attend_marked if traced else attend_scaled if scaled else attend
 
 
 def _make_unmarked(softmax_pv: DeviceFunction) -> DeviceFunction:

@@ -1,9 +1,11 @@
-"""What 8-bit elements change in the steps of an attention kernel: V by columns, and its product with P.
+"""What 8-bit elements change in the steps of an attention kernel that multiplies them as they are: V by columns.
 
 A register of an operand holds four neighbours along the sum. For Q and K these are neighbours in a row, and ldmatrix,
 which moves pairs of bytes, brings them as it brings 16-bit elements. For V they are neighbouring *keys* of one column,
 and ldmatrix cannot transpose bytes. So V has to lie by columns in global memory already: keys next to one another, each
-column at a multiple of 16 bytes. Its tile in shared memory has a row for each column of V.
+column at a multiple of 16 bytes. Its tile in shared memory has a row for each column of V. P is e4m3 whatever V is.
+
+Kernels that multiply them as float16 are another matter: :mod:`flashnumba.tiles.fp8_halves`.
 
 Source: PTX ISA, ldmatrix; FlashAttention-3, arXiv 2407.08608, section 3.3, which transposes V in the kernel instead.
 """
@@ -20,7 +22,7 @@ from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["make_copy_by_columns", "with_values_by_columns"]
+__all__ = ["make_copy_by_columns", "tiles_for", "with_values_by_columns"]
 
 
 @cache
@@ -48,7 +50,7 @@ def with_values_by_columns(steps: Steps, tiles: AttentionTiles, element: str, ar
     d_groups, a_regs = d // 8, 4 * frags
     layout = swizzle(tiles.bn // 2)
     pitch, place, step = layout.pitch, layout.at, layout.step
-    multiply = make_multiply(element, arch)
+    multiply = make_multiply(element, arch, weights=True)
 
     @device
     def v_lane(v_tile, lane):
@@ -64,3 +66,17 @@ def with_values_by_columns(steps: Steps, tiles: AttentionTiles, element: str, ar
                 multiply(acc, (f * d_groups + 2 * n + 1) * 4, p, k * a_regs + 4 * f, b, 2)
 
     return steps._replace(v_lane=v_lane, multiply_pv=multiply_pv)
+
+
+def tiles_for(d: int, arch: str) -> AttentionTiles:
+    """Tiles for a head dimension. What registers hold is as large as for 16 bits, what lies in shared memory half.
+
+    Elsewhere than on sm_89 the assembler's code takes more registers, so a warp has one fragment of rows.
+    """
+    d = -(-d // 64) * 64
+    if d > 128:
+        few = arch in ("89", "120a")
+        return AttentionTiles(d, 64, 64, slots=1 if few else 2, lazy=not few, subtract=not few, nbytes=1)
+    if arch != "89":
+        return AttentionTiles(d, 64, 64, slots=2, lazy=True, nbytes=1)
+    return AttentionTiles(d, 128, 64, slots=2 if d == 64 else 1, lazy=d == 128, nbytes=1)

@@ -49,26 +49,50 @@ def make_hide(tiles: AttentionTiles, mask: DeviceFunction, *, tail: bool = True,
 
 @cache
 def make_store(
-    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True
-) -> DeviceFunction:
+    tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True,
+    in_fours: bool = False,
+) -> DeviceFunction:  # fmt: skip
     """``store(o_from, row_step, column_step, acc, l, tile, warp_row, lane, rows, columns)``: O / l, written.
 
     By way of the warp's own rows of ``tile``, shared memory in the layout of Q that nobody else reads or fills any
     more, so that stores are 16 bytes wide. ``rows`` and ``columns`` are those left from ``o_from`` on.
+
+    Args:
+        in_fours: a lane has four neighbouring columns of sixteen, as :mod:`flashnumba.tiles.fp8_halves` leaves them.
     """
     d_groups, chunks, frags, place = tiles.d // 8, tiles.d // 8, tiles.frags, swizzle(tiles.d).at
     rows_held, wide = 2 * frags, vector == 16
     pack, row_total = vectors(element, 4, arch=arch).pack, lanes_sum(4)
 
     @device
+    def put(tile, row, acc, at, n, lane, share):
+        """Column groups n and n + 1, of eight each; ``at`` is where those of n begin."""
+        if in_fours:
+            to = place(tile, row, n + ((lane & 3) >> 1)) + uint32(8 * (lane & 1))
+            for i in range(2):
+                st_shared_b32(to + uint32(4 * i), pack(acc[at + i] * share, acc[at + 4 + i] * share))
+        else:
+            for i in range(2):
+                to = place(tile, row, n + i) + uint32(4 * (lane & 3))
+                st_shared_b32(to, pack(acc[at + 4 * i] * share, acc[at + 4 * i + 1] * share))
+
+    @device
+    def put_row(tile, warp_row, lane, acc, l, r):
+        share = share_of(row_total(l[r]))
+        row = warp_row + 16 * (r // 2) + 8 * (r % 2) + (lane >> 2)
+        for n in range(d_groups // 4):
+            put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
+        for n in range(d_groups // 4, d_groups // 2):
+            put(tile, row, acc, ((r // 2) * d_groups + 2 * n) * 4 + 2 * (r % 2), 2 * n, lane, share)
+
+    @device
     def store(o_from, row_step, column_step, acc, l, tile, warp_row, lane, rows, columns):
         syncwarp()  # no lane reads the warp's rows any more
-        for r in range(rows_held):
-            share = share_of(row_total(l[r]))
-            row = warp_row + 16 * (r // 2) + 8 * (r % 2) + (lane >> 2)
-            for n in range(d_groups):
-                at = ((r // 2) * d_groups + n) * 4 + 2 * (r % 2)
-                st_shared_b32(place(tile, row, n) + uint32(4 * (lane & 3)), pack(acc[at] * share, acc[at + 1] * share))
+        # In two loops each, as one would be too long for the compiler to unroll where bfloat16 is rounded in integers.
+        for r in range(frags):
+            put_row(tile, warp_row, lane, acc, l, r)
+        for r in range(frags, rows_held):
+            put_row(tile, warp_row, lane, acc, l, r)
         syncwarp()  # the rows are there
         raw = cuda.local.array(4, uint32)
         for i in range(frags * 16 * chunks // 32):

@@ -15,17 +15,23 @@ from flashnumba.machine.instructions import (
     mma_m16n8k16_bf16,
     mma_m16n8k16_f16,
     mma_m16n8k32_e4m3,
+    mma_m16n8k32_e4m3_e5m2,
     mma_m16n8k32_e5m2,
 )
 
 __all__ = ["make_multiply"]
 
 EIGHT = {"float8_e4m3fn": mma_m16n8k32_e4m3, "float8_e5m2": mma_m16n8k32_e5m2}
+WEIGHTED = {"float8_e4m3fn": mma_m16n8k32_e4m3, "float8_e5m2": mma_m16n8k32_e4m3_e5m2}
+"""Products of A in e4m3, whatever B is."""
 
 
 @cache
-def make_multiply(element: str, arch: str = "80") -> DeviceFunction:
+def make_multiply(element: str, arch: str = "80", *, weights: bool = False) -> DeviceFunction:
     """``multiply`` for float16, bfloat16, ``float8_e4m3fn`` or ``float8_e5m2``.
+
+    Args:
+        weights: of the two 8-bit types, A is e4m3 in any case, and only B is of ``element``.
 
     Raises:
         ValueError: no such product: another element, bfloat16 below sm_80, or FP8 below sm_89.
@@ -37,7 +43,8 @@ def make_multiply(element: str, arch: str = "80") -> DeviceFunction:
         raise ValueError(f"tensor cores multiply float16, bfloat16 and FP8 here, not {element}")
     if element == "bfloat16" and not native:
         raise ValueError(f"tensor cores multiply bfloat16 from sm_80 on, not on sm_{arch}")
-    wide = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16, **EIGHT}[element]
+    eight = WEIGHTED if weights else EIGHT
+    wide = {"float16": mma_m16n8k16_f16, "bfloat16": mma_m16n8k16_bf16, **eight}[element]
 
     @device
     def multiply(acc, acc_at, a, a_at, b, b_at):

@@ -24,6 +24,10 @@ SPILLS_THAT_PAY: dict[tuple[str, str], int] = {
     ("chained_gemm.registers float16 d 128, tiles for sm_90a", "90a"): 4,
     ("chained_gemm.registers bfloat16 d 128, tiles for sm_90a", "90a"): 4,
     ("chained_gemm.shared float16 d 64, tiles for sm_90a", "90a"): 4,
+    # Products of FP8 that the assembler unpacks to float16 take more registers than there are at D = 256. Nobody
+    # chooses this kernel there: it is for its results, and for those who want to see what unpacking costs.
+    ("fp8.k32 e4m3fn d 256, tiles for sm_90a", "90a"): 60,  # 48 stored, 72 loaded
+    ("fp8.k32 e4m3fn d 256, tiles for sm_90a", "100a"): 16,
 }
 """Bytes of spill stores allowed for (name of the case, architecture)."""
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from flashnumba.data import load_minilm
 from flashnumba.stages import figures, heads
-from flashnumba.stages.chained_gemm import fp8_reference, reference
+from flashnumba.stages.chained_gemm import reference
 from flashnumba.stages.chained_gemm.layouts import ORDERS, accumulators, fused, operands, order_of, senders, unit
 from flashnumba.stages.flash_forward import case as float_case
 from flashnumba.stages.flash_forward import count as flash_count
+from flashnumba.stages.fp8 import reference as fp8_reference
 from flashnumba.stages.heads import Planner
 from flashnumba.stages.stage import Case, Result, Rung, Stage
 
@@ -34,10 +35,11 @@ def plans() -> dict[str, Planner]:
 
 
 def in_fp8(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> Case:
-    """A case whose float16 arrays hold e4m3 numbers, which kernels get as such; o is float16."""
+    """A case whose float16 arrays hold e4m3 numbers, which kernels get as such; o is bfloat16."""
     coded = [x.astype(FP8) for x in (q, k, v)]
     made = float_case(f"{name}, in e4m3", *(x.astype(np.float16) for x in coded), causal)
-    low, _ = fp8_reference.low_precision(*coded, causal=causal)  # [..., M, D]
+    low, _ = fp8_reference.attention(*(x.view(np.uint8) for x in coded), "e4m3", causal=causal)  # [..., M, D]
+    low = low.astype(np.float16)  # of bfloat16, which holds less
     return Case(made.name, {**made.inputs, "fp8": np.array(True)}, made.reference, low, made.size)
 
 

@@ -8,12 +8,11 @@ of one tile of keys.
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from flashnumba.machine.listing import machine_code
 from flashnumba.stages.chained_gemm import mma
 from flashnumba.stages.heads import Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
@@ -36,15 +35,6 @@ OPCODES = {
     "SHF": "shift",
 }  # fmt: skip
 """NVIDIA's names of instructions that are looked at."""
-
-
-def machine_code(text: str) -> Counter[str]:
-    """How often each instruction stands in nvdisasm's text, by its name without what follows a dot.
-
-    >>> machine_code("        /*0010*/  @!P0 SHFL.IDX PT, R1, R2, R3, 0x1f ;")
-    Counter({'SHFL': 1})
-    """
-    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", text, re.MULTILINE))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The merge of two states is associative, so each warp takes its share of the parts in one pass, as a running maximum
 takes keys, and the warps' states are merged at the end. A lane has four neighbouring columns, or one where rows are no
-multiple of four. :mod:`flashnumba.stages.flash_forward.split` tells the mathematics.
+multiple of four. :mod:`flashnumba.tiles.split` tells the mathematics.
 """
 
 from __future__ import annotations
