@@ -157,7 +157,7 @@ def test_a_kernel_that_raises_is_exit_1_and_still_drawn(tmp_path, monkeypatch):
     assert (tmp_path / "softmax.png").exists()
 
 
-def test_a_gpu_too_old_for_a_kernel_skips_it_and_says_why(kernels, tmp_path, monkeypatch):
+def test_a_gpu_too_old_for_a_kernel_skips_it_and_says_why(kernels, undrawn, tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "why_no_cuda", lambda: "")
     monkeypatch.setattr(gpu, "device_arch", lambda: "86")
     newer = replace(STAGES[0].rungs[-1], arch="90a")

@@ -38,7 +38,6 @@ def test_a_stage_says_what_a_reader_needs(stage):
 
 
 @PARAMS
-@pytest.mark.parametrize("machine", ["emulator", "cuda"])
 def test_cases_are_consistent(stage, machine):
     for case in stage.cases(machine, False):
         assert case.reference.dtype == np.float64

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from flashnumba.bench import attention, backward, balance, chain, decode, gemm, softmax, staged
 from flashnumba.bench.runner import Measured, Size
 from flashnumba.cli import app
-from flashnumba.commands import bench
+from flashnumba.commands.bench import forward, products, table
 from tests.bench.fakes import ENVIRONMENT
 
 MODULES = {
@@ -54,7 +54,7 @@ PARAMS = pytest.mark.parametrize("name", MODULES)
 def run(monkeypatch, tmp_path):
     """``run(name, *arguments)`` with a GPU that is not there; ``run.asked`` has what was measured. A bench's ``notes``
     end up in the lines of its kernels, one size after the other; an exception among them is raised instead."""
-    monkeypatch.setattr(bench, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(table, "why_no_cuda", lambda: "")
     monkeypatch.setattr("flashnumba.bench.environment.environment", lambda name: dict(ENVIRONMENT))
     asked, written = [], []
 
@@ -238,7 +238,7 @@ def test_bad_input_is_refused_before_anything_runs(run, name, arguments, message
 
 @PARAMS
 def test_without_a_gpu(monkeypatch, tmp_path, name):
-    monkeypatch.setattr(bench, "why_no_cuda", lambda: "no driver is installed")
+    monkeypatch.setattr(table, "why_no_cuda", lambda: "no driver is installed")
     result = CliRunner().invoke(app, ["bench", name, "--out", str(tmp_path / "a.json")])
     assert result.exit_code == 2
     assert result.output == f"flashnumba: the {name} bench needs a GPU, but no driver is installed\n"
@@ -255,8 +255,7 @@ def test_without_torch_or_a_place_to_write(run, monkeypatch, tmp_path, name):
 
     run(name, *FEW[name])
     run.asked.clear()
-    monkeypatch.setattr(
-        bench, "_environment", lambda name, found, out, real=bench._environment: real(name, environment, out)
-    )
+    for module in (forward, products):
+        monkeypatch.setattr(module, "conditions", lambda name, found, out: table.conditions(name, environment, out))
     result = run(name)
     assert result.exit_code == 2 and "torch, which is not installed" in result.output and not run.asked

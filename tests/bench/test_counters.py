@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from flashnumba.bench import counters, ncu, profiled
 from flashnumba.cli import app
-from flashnumba.commands import bench
+from flashnumba.commands.bench import table
 from tests.bench.fakes import ENVIRONMENT
 
 EXCERPT = (Path(__file__).parent / "ncu_excerpt.csv").read_text()
@@ -91,7 +91,7 @@ ANSWER = "print(open(__file__ + '.csv').read())"
 def run(monkeypatch, tmp_path):
     """``run(*arguments, body=, probe=)`` with a GPU that is not there and an ``ncu`` that prints the excerpt, or does
     what the body says (with ``probe`` already when it is tried out); ``run.log()`` has what it was called with."""
-    monkeypatch.setattr(bench, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(table, "why_no_cuda", lambda: "")
     monkeypatch.setattr(counters, "base_environment", lambda name: dict(ENVIRONMENT))
     folder, out = tmp_path / "bin", tmp_path / "results" / "counters.json"
     folder.mkdir()
@@ -175,7 +175,7 @@ class TestCommand:
         assert result.exit_code == 2 and "there is no `ncu` in PATH" in result.output and not run.log()
 
     def test_without_a_gpu(self, run, monkeypatch):
-        monkeypatch.setattr(bench, "why_no_cuda", lambda: "no driver is installed")
+        monkeypatch.setattr(table, "why_no_cuda", lambda: "no driver is installed")
         result = run()
         assert result.output == "flashnumba: the counters bench needs a GPU, but no driver is installed\n"
 
