@@ -104,6 +104,8 @@ def plan_one_pass(shape: Shape) -> Plan:
             4 bytes.
     """
     check_element(shape.element, shape.arch)
+    if 0 in (shape.batch, shape.heads, shape.m, shape.n):  # nothing to add: zeros, and empty arrays have odd strides
+        return plan_mma(shape)
     return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector, shape.causal))
 
 

@@ -142,9 +142,11 @@ def test_rows_far_from_zero_ask_their_keys_again(machine):
 
 
 def test_rows_that_see_nothing(machine):
-    case = normal(7, 3, 8, causal=True)
-    _, origin, bias = rows_of(case, machine)
+    case = normal(7, 3, 8, causal=True, with_dlse=True)
+    case.dlse[..., :3] = np.nan, np.inf, -np.inf  # as of a function of lse = -inf
+    delta, origin, bias = rows_of(case, machine)
     assert (bias[..., :4] == np.inf).all() and np.isfinite(bias[..., 4:]).all() and (origin == 0).all()
+    assert (delta[..., :4] == 0).all() and (delta[..., 4:] != 0).all()
 
 
 ROWS_WRONG = {
