@@ -295,7 +295,7 @@ plt.show()
 # after:
 
 # %%
-lesson.show_source(one_pass.make_finish(one_pass_tiles(128, "90a"), "float16", pairs=True))
+lesson.show_source(one_pass.make_finish(one_pass_tiles(128, "90a"), "float16"))
 
 # %% [markdown]
 # ### What repeatability costs

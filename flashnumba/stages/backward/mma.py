@@ -84,7 +84,7 @@ def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str =
     clear = make_clear("all" if broken != "clear" else "")
     factory = make_sides if tiles.sides == 2 else make_dkdv
     make = factory(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
-    finish = make_finish(tiles, shape.element, arch, pairs=shape.d % 2 == 0, broken=broken)
+    finish = make_finish(tiles, shape.element, arch, broken=broken)
     row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
     sums, blocks = row_tiles * tiles.other * tiles.d, -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
     launches = (
