@@ -156,6 +156,8 @@ def _has_gpu(made: Backward) -> bool:
 
 def _on_numpy(made: Backward) -> tuple[Any, Any, Any]:
     """The reference's blocks in float64, head of k by head of k, so that memory is a block of scores of one group."""
+    import numpy as np
+
     from flashnumba.machine.arrays import element_dtype
     from flashnumba.stages.backward.reference import blocked
 
@@ -169,9 +171,10 @@ def _on_numpy(made: Backward) -> tuple[Any, Any, Any]:
             heads = (batch, slice(kv_head * group, (kv_head + 1) * group))
             one = (batch, slice(kv_head, kv_head + 1))
             dlse = arrays["dlse"][heads] if made.has_dlse else None
-            dq[heads], dk[one], dv[one] = blocked(
-                q[heads], k[one], v[one], o[heads], do[heads], arrays["lse"][heads], made.scale, shape.causal, dlse
-            )
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):  # inf of float16 is a result
+                dq[heads], dk[one], dv[one] = blocked(
+                    q[heads], k[one], v[one], o[heads], do[heads], arrays["lse"][heads], made.scale, shape.causal, dlse
+                )
     return made.finish()
 
 

@@ -173,10 +173,10 @@ flops, bandwidth = 600e12, 4.8e12
 table = []
 for d in (64, 128, 256):
     again, read = 2 * d / flops, 2 / bandwidth
-    table.append((d, f"{again * 1e12:.2f}", f"{read * 1e12:.2f}", f"{5 * 2 * 2 / bandwidth * 1e12:.2f}"))
+    table.append((d, f"{again * 1e12:.2f}", f"{read * 1e12:.2f}", f"{8 * 2 / bandwidth * 1e12:.2f}"))
 lesson.table(
     ("D", "compute it again, ps", "read it, ps", "write and read P, dP and dS, ps"), table,
-    "For each pair of query and key, at the GPU's peaks. The third: five passes over two bytes, one the forward's.",
+    "For each pair of query and key, at the GPU's peaks. The third: eight passes over two bytes, one the forward's.",
 )  # fmt: skip
 
 # %% [markdown]
@@ -295,7 +295,7 @@ plt.show()
 # after:
 
 # %%
-lesson.show_source(one_pass.make_finish(one_pass_tiles(128, "90a"), "float16", pairs=True))
+lesson.show_source(one_pass.make_finish(one_pass_tiles(128, "90a"), "float16"))
 
 # %% [markdown]
 # ### What repeatability costs
@@ -487,7 +487,7 @@ judge("cleared", plan_one_pass_with(shape, together))
 # %% [markdown]
 # ## Exercises
 #
-# ### 1. Forty heads, one gradient
+# ### 1. Many parts, one gradient
 #
 # Split-KV decoding makes `parts` results $(o_r, \text{lse}_r)$ and merges them: with $\text{lse} = \ln \sum_r
 # e^{\text{lse}_r}$ and $w_r = e^{\text{lse}_r - \text{lse}}$, $o = \sum_r w_r o_r$. Given the gradient of $o$, return

@@ -59,7 +59,9 @@ def test_leading_axes_may_be_left_out(axes):
 
 
 @pytest.mark.parametrize("shape", [{"m": 0}, {"n": 0}, {"batch": (0,)}, {"heads": 0, "kv_heads": 1}])
-@pytest.mark.parametrize(("backend", "dtype"), [("numpy", np.float16), ("emulator", np.float32)])
+@pytest.mark.parametrize(("backend", "dtype"), [
+    ("numpy", np.float16), ("emulator", np.float32), ("backward.one_pass", np.float16),
+])  # fmt: skip
 def test_nothing(shape, backend, dtype):
     given = made(dtype, **{"m": 2, "n": 2, "heads": 1, "kv_heads": 1, "batch": (1,)} | shape)
     for gradient, like in zip(attention_backward(**given, backend=backend), "qkv", strict=True):
@@ -74,6 +76,17 @@ def test_scores_of_1e5_on_the_cpu():
     do = np.float32([[1, -2]])
     got = attention_backward(do, q, k, v, o, lse, scale=1.0, backend="numpy")
     judge(got, {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}, scale=1.0)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(np.float16, 6e4), (np.float32, np.inf)])
+def test_what_is_too_large_is_infinite_or_no_number_and_no_warning(dtype, value):
+    """As of a loss that was scaled too much: the caller looks for it in the results."""
+    given = made(dtype)
+    given["do"][...] = value * np.sign(given["do"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for gradient in attention_backward(**given, backend="numpy"):
+            assert not np.isfinite(gradient).all()
 
 
 def test_without_a_gpu_it_says_so_once(monkeypatch):

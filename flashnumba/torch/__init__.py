@@ -21,7 +21,9 @@ from __future__ import annotations
 
 try:
     import torch as _torch  # noqa: F401
-except ImportError as error:
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # it is there and lacks something itself
+        raise
     raise ImportError(
         "flashnumba.torch needs PyTorch, which is not installed: pip install 'flashnumba[torch]'"
     ) from error

@@ -47,16 +47,14 @@ def attention(
         raise TypeError(f"causal is {causal!r}; it must be True or False")
     if return_lse.__class__ is not bool:
         raise TypeError(f"return_lse is {return_lse!r}; it must be True or False")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if scale is not None and scale.__class__ not in (float, int):
+    if scale is not None and type(scale) not in (float, int):  # tracers know no __class__ of numbers
         if isinstance(scale, bool) or not isinstance(scale, Real):
             raise TypeError(f"scale is {scale!r}; it must be a real number, or None for 1 / sqrt(D)")
         scale = float(scale)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch tensor")
-    if torch.is_autocast_enabled(q.device.type):
+    _check_tensors(q=q, k=k, v=v)
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     axes = q.dim()
     if axes != 4:
@@ -68,6 +66,16 @@ def attention(
     if axes != 4:
         o, lse = o[(0,) * (4 - axes)], lse[(0,) * (4 - axes)]
     return (o, lse) if return_lse else o
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch tensor")
+        if x.is_nested:
+            raise ValueError(
+                f"{name} is a nested tensor; it must be an ordinary one, e.g. {name}.to_padded_tensor(0.0)"
+            )
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:
@@ -102,9 +110,12 @@ def scaled_dot_product_attention(
         raise ValueError("attn_mask is given; here it must be None: no kernel takes a mask other than is_causal")
     if dropout_p:
         raise ValueError(f"dropout_p is {dropout_p}; it must be 0: no kernel drops weights")
+    _check_tensors(query=query, key=key, value=value)
     shapes = f"query has shape {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
-    if not query.dim() == key.dim() == value.dim() or query.shape[:-3] != key.shape[:-3]:
+    if query.dim() != key.dim() or query.shape[:-3] != key.shape[:-3]:
         raise ValueError(f"{shapes}; they must have the same leading axes")
+    if key.shape != value.shape:  # checked before keys that nobody sees are left out and axes are merged
+        raise ValueError(f"{shapes}; key and value must have the same shape")
     if query.dim() > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise ValueError(f"{shapes}; fewer heads of key than of query need enable_gqa=True")
     leading = query.shape[:-3]

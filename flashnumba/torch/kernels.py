@@ -42,6 +42,7 @@ def backward(
     scale: float | None, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv) for the gradients of o and lse; a dlse of None is zero."""
+    do, dlse = do.resolve_neg(), None if dlse is None else dlse.resolve_neg()  # torch itself makes such gradients
     if _by_reference(q, backend):
         return _backward64(do, dlse, q, k, v, o, lse, causal, scale)
     if backend == "backward.one_pass" and torch.are_deterministic_algorithms_enabled():
@@ -76,24 +77,31 @@ def _bare(*tensors: Tensor) -> list[Tensor]:
 
 
 def _forward64(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    from flashnumba.machine.arrays import describe
     from flashnumba.stages import heads
     from flashnumba.stages.flash_forward import reference
 
-    found = {name: replace(describe(x, name), element="float32") for name, x in (("q", q), ("k", k), ("v", v))}
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype is not torch.float64:
-            raise TypeError(f"{name} has elements of type {x.dtype} and q of float64; they must be the same")
-    scale = heads.check_scale(scale, heads.check(**found, causal=causal).d)
+    scale = heads.check_scale(scale, heads.check(**_found64(q=q, k=k, v=v), causal=causal).d)
     o, lse = reference.dense(*(x.detach().numpy() for x in (q, k, v)), scale, causal)
     return torch.from_numpy(o).contiguous(), torch.from_numpy(lse).contiguous()
+
+
+def _found64(**tensors: Tensor) -> dict[str, Any]:
+    """Tensors of float64 as the stages' checks take them, for which they are float32."""
+    from flashnumba.machine.arrays import describe
+
+    for name, x in tensors.items():
+        if x.dtype is not torch.float64:
+            raise TypeError(f"{name} has elements of type {x.dtype} and q of float64; they must be the same")
+    return {name: replace(describe(x, name), element="float32") for name, x in tensors.items()}
 
 
 def _backward64(
     do: Tensor, dlse: Grad, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from flashnumba.stages.backward import reference
+    from flashnumba.stages.backward import problem, reference
 
+    given = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    problem.check(_found64(**given), causal=causal)
     arrays = [x.detach().numpy() for x in (q, k, v, o, do, lse)]
     found = reference.blocked(*arrays, scale, causal, None if dlse is None else dlse.detach().numpy())
     dq, dk, dv = (torch.from_numpy(x).contiguous() for x in found)

@@ -102,7 +102,7 @@ def _way(x: Tensor, y: Tensor, z: Tensor) -> str:
             "flashnumba.torch.attention has no jvp, that is no derivative in forward mode; use torch.autograd.grad or "
             "torch.func.vjp"
         )
-    plain = all(t.__class__ in _PLAIN for t in (x, y, z))
+    plain = all(t.__class__ in _PLAIN and not t.is_meta for t in (x, y, z))
     watched = torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing()
     return "nobody" if plain and not watched else "torch"
 

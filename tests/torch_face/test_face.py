@@ -111,12 +111,14 @@ def test_rows_that_see_nothing_give_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_gradient_of_any_strides(dtype):
-    """What sum() hands back is one number for all; a transposed one has its columns apart."""
+    """What sum() hands back is one number for all; a transposed one has its columns apart; of an imaginary part it is
+    negated when it is read."""
     inputs = made(d=8, dtype=dtype)
     o = attend(*inputs)[0]
-    for do in (torch.ones((), dtype=dtype).expand(o.shape), torch.randn(8, 5, 4, 2, dtype=dtype).permute(3, 2, 1, 0)):
+    views = torch.ones((), dtype=dtype).expand(o.shape), torch.randn(8, 5, 4, 2, dtype=dtype).permute(3, 2, 1, 0)
+    for do in (*views, torch._neg_view(torch.randn(2, 4, 5, 8, dtype=dtype))):
         got = torch.autograd.grad(o, inputs, do, retain_graph=True)
-        expected = torch.autograd.grad(o, inputs, do.contiguous(), retain_graph=True)
+        expected = torch.autograd.grad(o, inputs, do.resolve_neg().contiguous(), retain_graph=True)
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
@@ -197,6 +199,36 @@ def test_compiled_as_one_graph(dynamic):
             torch.testing.assert_close(a, b)
         if not dynamic:
             break
+
+
+def test_compiled_with_a_scale_that_is_no_constant():
+    """Of a dynamic number of columns, or a number that differs from call to call."""
+    by_columns = torch.compile(lambda *x: attend(*x, scale=x[0].shape[-1] ** -0.5)[0], fullgraph=True,
+                               backend="aot_eager", dynamic=True)  # fmt: skip
+    given = torch.compile(lambda scale, *x: attend(*x, scale=scale)[0], fullgraph=True, backend="aot_eager")
+    for d in (3, 5):
+        inputs = made(d=d, dtype=torch.float32, asks=False)
+        torch.testing.assert_close(by_columns(*inputs), attend(*inputs)[0])
+        torch.testing.assert_close(given(0.1 * d, *inputs), attend(*inputs, scale=0.1 * d)[0])
+
+
+def test_tensors_without_values():
+    inputs = [x.detach().to("meta").requires_grad_() for x in made(dtype=torch.bfloat16)]
+    o, lse = face.attention(*inputs, return_lse=True)
+    (o.sum() + lse.sum()).backward()
+    assert (o.device.type, o.dtype, lse.dtype) == ("meta", torch.bfloat16, torch.float32)
+    assert all(x.grad.shape == x.shape for x in inputs)
+
+
+@pytest.mark.parametrize("name", ["do", "dlse", "lse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_operator_of_the_gradients_checks_what_it_is_given(name, dtype):
+    q, k, v = made(dtype=dtype, asks=False)
+    o, lse = attend(q, k, v)
+    right = {"do": o, "dlse": lse, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    for wrong, error, words in ((right[name][:, :1], ValueError, "shape"), (right[name].half(), TypeError, "elements")):
+        with pytest.raises(error, match=f"{name} has {words}"):
+            operators.BACKWARD(*(right | {name: wrong}).values(), False, None, "numpy")
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -312,9 +344,19 @@ WRONG = {
     "a mask": ("drop-in", {"attn_mask": torch.ones(5, 7)}, ValueError, "attn_mask is given; here it must be None"),
     "dropout": ("drop-in", {"dropout_p": 0.1}, ValueError, "dropout_p is 0.1; it must be 0"),
     "another batch": ("drop-in", {"key": torch.ones(1, 4, 7, 3)}, ValueError, "the same leading axes"),
+    "values of other leading axes": (
+        "drop-in",
+        {"query": torch.ones(2, 3, 4, 5, 3), "key": torch.ones(2, 3, 4, 7, 3), "value": torch.ones(3, 2, 4, 7, 3)},
+        ValueError, "key and value must have the same shape",
+    ),
+    "values fewer than keys": (
+        "drop-in", {"value": torch.ones(2, 4, 6, 3), "is_causal": True}, ValueError, r"value \(2, 4, 6, 3\)",
+    ),
+    "no query": ("drop-in", {"query": [1.0]}, TypeError, "query is a list; it must be a torch tensor"),
     "causal": ("ours", {"causal": 1}, TypeError, "causal is 1"),
     "return_lse": ("ours", {"return_lse": None}, TypeError, "return_lse is None"),
     "backend": ("ours", {"backend": "cuda"}, ValueError, "backend is 'cuda'; it must be one of auto"),
+    "no name of a backend": ("ours", {"backend": ["numpy"]}, ValueError, "backend is .'numpy'.; it must be"),
     "scale": ("ours", {"scale": "1"}, TypeError, "scale is '1'"),
     "scale that is no number": ("ours", {"scale": float("nan")}, ValueError, "scale is nan"),
     "no tensor": ("ours", {"q": [1.0]}, TypeError, "q is a list; it must be a torch tensor"),
@@ -323,7 +365,7 @@ WRONG = {
     "integers": ("ours", {"q": torch.ones(2, 4, 5, 3, dtype=torch.int32)}, TypeError, "q has elements of type int32"),
     "columns": ("ours", {"k": torch.ones(2, 4, 7, 4).double()}, ValueError, "has shape"),
     "float64 for a kernel": ("ours", {"backend": "flash_forward.mma"}, TypeError, "q has elements of type float64"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -60,7 +60,8 @@ def one_pass(shape: Shape, of_keys: int) -> float:
 
 
 def unfused(shape: Shape) -> float:
-    """P read, dP and dS written and read, in the inputs' type; masked scores like others."""
+    """P written by the forward and read twice, dP written and read, dS written and read twice, in the inputs' type;
+    masked scores like others."""
     like_q, like_k = _once(shape)
     scores = ITEMSIZE[shape.element] * shape.batch * shape.heads * shape.m * shape.n
     return 5 * like_q + 6 * like_k + 8 * scores

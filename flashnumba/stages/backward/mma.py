@@ -84,7 +84,7 @@ def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str =
     clear = make_clear("all" if broken != "clear" else "")
     factory = make_sides if tiles.sides == 2 else make_dkdv
     make = factory(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
-    finish = make_finish(tiles, shape.element, arch, pairs=shape.d % 2 == 0, broken=broken)
+    finish = make_finish(tiles, shape.element, arch, broken=broken)
     row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
     sums, blocks = row_tiles * tiles.other * tiles.d, -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
     launches = (
@@ -104,6 +104,8 @@ def plan_one_pass(shape: Shape) -> Plan:
             4 bytes.
     """
     check_element(shape.element, shape.arch)
+    if 0 in (shape.batch, shape.heads, shape.m, shape.n):  # nothing to add: zeros, and empty arrays have odd strides
+        return plan_mma(shape)
     return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector, shape.causal))
 
 

@@ -12,7 +12,7 @@ from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import global_address, st_global_b32, st_global_v4_f32
 from flashnumba.machine.numba import cuda, float32, int64, uint64
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.tiles.elements import scalar, vectors
+from flashnumba.tiles.elements import vectors
 
 __all__ = ["FAULTS", "make_clear", "make_finish"]
 
@@ -38,12 +38,12 @@ def make_clear(what: str = "all") -> Kernel:
 
 
 @cache
-def make_finish(tiles: Tiles, element: str, arch: str = "80", *, pairs: bool, broken: str = "") -> Kernel:
-    """A block for each ``tiles.other`` rows of each head. ``pairs``: columns are even, so that two are written at
-    once; dq is packed."""
+def make_finish(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
+    """A block for each ``tiles.other`` rows of each head. dq is packed and its columns are even in number, so that two
+    are written at once."""
     d, other, threads, registers = tiles.d, tiles.other, tiles.threads, tiles.dq_registers
     row_warps, halves = other // 16, tiles.halves
-    pack, store = vectors(element, 4, arch=arch).pack, scalar(element, arch).store
+    pack = vectors(element, 4, arch=arch).pack
     unscaled, flip = broken == "rounding", int(broken == "place")
 
     @kernel(threads=threads, arch=arch, name="backward.finish")
@@ -62,12 +62,7 @@ def make_finish(tiles: Tiles, element: str, arch: str = "80", *, pairs: bool, br
             low = sums[base + int64(i * threads)] * factor
             high = sums[base + int64((i + 1) * threads)] * factor
             if row < dq.shape[2] and column < dq.shape[3]:
-                if pairs:
-                    to = int64(global_address(dq)) + batch * dq.strides[0] + head * dq.strides[1]
-                    st_global_b32(uint64(to + row * dq.strides[2] + 2 * column), pack(low, high))
-                else:
-                    store(dq[batch, head], row, column, low)
-                    if column + 1 < dq.shape[3]:
-                        store(dq[batch, head], row, column + 1, high)
+                to = int64(global_address(dq)) + batch * dq.strides[0] + head * dq.strides[1]
+                st_global_b32(uint64(to + row * dq.strides[2] + 2 * column), pack(low, high))
 
     return finish

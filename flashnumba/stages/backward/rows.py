@@ -11,7 +11,8 @@ As many lanes a row as read it at once, 16 bytes each: a warp has several short 
 at scores of 1e5 each weight would be off by 0.4 %. Such a row asks its keys again, with the whole warp: origin becomes
 its greatest score and bias the logarithm of its sum of exponentials, which is small, so that weights are as exact as in
 the forward. That costs a product of the row with K on CUDA cores, on which attention with scores of a usual size never
-spends anything. A row that sees nothing has bias = inf, and weights of 0.
+spends anything. A row that sees nothing has bias = inf, and weights of 0; its delta is 0, since a gradient of its
+lse = -inf is easily inf or NaN, which times 0 would be NaN in all of dK.
 
 The limit: scores here are sums in the order of columns, and those of a tensor core in another. Of scores beyond 1e7
 whose products are not exact in float32 the difference is more than their softmax bears; so is the forward's.
@@ -124,7 +125,7 @@ def make_rows(element: str, nbytes: int, lanes: int = 32, base2: bool = False, b
                     if mine == other:
                         start, shift = state[0], state[1]
         if cuda.threadIdx.x & (lanes - 1) == 0 and first + mine < m_rows:
-            delta[batch, head, row] = total
+            delta[batch, head, row] = float32(0) if empty else total
             origin[batch, head, row] = start
             bias[batch, head, row] = shift * float32(unit)
 

@@ -140,9 +140,27 @@ def test_nothing(machine, way):
             assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("way", ["two sides", "one pass", "one pass by two sides"])
-def test_heads_of_a_group_are_summed(machine, way):
-    case = normal(9, 20, 32, np.float16, heads=4, kv_heads=2, causal=True)
+@pytest.mark.parametrize("way", ["two slots", "one pass by two sides"])
+def test_a_gradient_of_lse_where_it_is_infinite(machine, way):
+    """Of a row that sees nothing: whatever it is, no other row's gradient and no key's may know of it."""
+    case = normal(7, 3, 32, np.float16, causal=True, with_dlse=True)
+    case.dlse[..., :3] = np.nan, np.inf, -np.inf
+    assert_gradients(run(WAYS[way], case, machine), case)
+
+
+@pytest.mark.parametrize(
+    ("way", "m", "n"), [("two sides", 9, 20), ("one pass", 40, 40), ("one pass by two sides", 70, 70)]
+)
+def test_heads_of_a_group_are_summed(machine, way, m, n):
+    """In one pass by a second block too, whose walk over the rows of each head begins late."""
+    case = normal(m, n, 32, np.float16, heads=4, kv_heads=2 if m < 50 else 1, causal=True)
+    assert_gradients(run(WAYS[way], case, machine), case)
+
+
+@pytest.mark.parametrize("way", ["one pass", "one pass by two sides"])
+def test_keys_after_the_last_in_one_pass(machine, way):
+    """Their rows of K are zeros, but times a weight of e^1e5 no zeros in dQ."""
+    case = next(case for case in HARD if case.name.startswith("scores of -1e5"))
     assert_gradients(run(WAYS[way], case, machine), case)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from flashnumba.stages.backward import rows, simt
 from flashnumba.stages.backward.problem import Plan, Shape, rows_scratch
-from flashnumba.stages.backward.reference import delta_of
+from flashnumba.stages.backward.reference import NEAR, delta_of
 from flashnumba.stages.backward.simt_tiles import Tiles, tiles_for
 from tests.stages.backward.backward_cases import (
     assert_gradients,
@@ -141,10 +143,25 @@ def test_rows_far_from_zero_ask_their_keys_again(machine):
     np.testing.assert_allclose(bias, np.log(np.exp(s.min(-1, keepdims=True) - s).sum(-1)), rtol=1e-5)
 
 
-def test_rows_that_see_nothing(machine):
-    case = normal(7, 3, 8, causal=True)
+def test_rows_far_from_zero_ask_the_keys_of_their_own_head(machine):
+    rng = np.random.default_rng(0)
+    q, k = (rng.integers(-60, 60, shape).astype(np.float32) for shape in ((2, 4, 3, 8), (2, 2, 9, 8)))
+    inputs = replace(attention_cases.normal(3, 9, 8, np.float32, batch=2, heads=4, kv_heads=2), q=q, k=k, scale=1.0)
+    case = made(inputs)
     _, origin, bias = rows_of(case, machine)
+    s = q.astype(np.float64) @ k.repeat(2, 1).swapaxes(-1, -2)
+    far = np.abs(case.lse) > NEAR
+    assert far.mean() > 0.9
+    np.testing.assert_array_equal(origin, np.where(far, s.max(-1), 0))
+    np.testing.assert_allclose(bias[far], np.log(np.exp(s - s.max(-1, keepdims=True)).sum(-1))[far], atol=1e-5)
+
+
+def test_rows_that_see_nothing(machine):
+    case = normal(7, 3, 8, causal=True, with_dlse=True)
+    case.dlse[..., :3] = np.nan, np.inf, -np.inf  # as of a function of lse = -inf
+    delta, origin, bias = rows_of(case, machine)
     assert (bias[..., :4] == np.inf).all() and np.isfinite(bias[..., 4:]).all() and (origin == 0).all()
+    assert (delta[..., :4] == 0).all() and (delta[..., 4:] != 0).all()
 
 
 ROWS_WRONG = {
