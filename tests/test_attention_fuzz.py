@@ -60,7 +60,7 @@ def judge(results: tuple[np.ndarray, np.ndarray], case: Case) -> None:
         assert_close(results[at], expected, worst, what=f"{name} of {case.name}")
 
 
-@fuzz(150)
+@fuzz(80)
 @given(problems(150, 150))
 def test_numpy(case: Case) -> None:
     judged(case, "numpy")
@@ -79,7 +79,7 @@ def test_kernels_on_the_emulator(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu, "unavailable", lambda: "not asked for")
     float32_too = () if kernel != "flash_forward.simt" else (np.float32,)
 
-    @fuzz(4, shrink=False)
+    @fuzz(3, shrink=False)
     @given(problems(40, 150, 64, 1, HALF + float32_too))
     def small(case: Case) -> None:
         judged(case, kernel)
