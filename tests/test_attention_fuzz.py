@@ -45,8 +45,8 @@ def judged(case: Case, backend: str) -> None:
 
 
 def judge(results: tuple[np.ndarray, np.ndarray], case: Case) -> None:
-    """Within the budget of the worst of several orders of summation: one alone may be right by luck. lse is float32, of
-    whatever kind the elements are."""
+    """Within the budget of the worst of several orders of summation, as one may be right by luck: of six where the
+    result is float32, as lse always is, and of two where it is rounded to 16 bits."""
     rng = np.random.default_rng(0)
     lows = [case.lowprec]
     for _ in range(5):
@@ -56,7 +56,8 @@ def judge(results: tuple[np.ndarray, np.ndarray], case: Case) -> None:
         lows.append(low_precision(q, k, case.v[..., keys, :], case.scale, case.causal))
     for at, name in enumerate(("o", "lse")):
         expected = case.expected[at]
-        worst = max((low[at] for low in lows), key=lambda low, expected=expected: budget(expected, low))
+        orders = lows if name == "lse" or case.q.dtype == np.float32 else lows[:2]
+        worst = max((low[at] for low in orders), key=lambda low, expected=expected: budget(expected, low))
         assert_close(results[at], expected, worst, what=f"{name} of {case.name}")
 
 
