@@ -1,10 +1,10 @@
-"""SLA's map, and the lists that kernels walk over: which key tiles a row tile attends to, and which row tiles a key tile.
+"""SLA's map, and the lists that kernels walk over: the key tiles that a row tile attends to, and the other way round.
 
 ``classify``
-    A warp for each row tile. Guesses are products of means, a lane for each key tile. What is the k-th greatest is found
-    bit by bit, from the top: of 32 bits that order as the float does, the greatest prefix that at least k guesses
-    reach. That is 32 passes over the guesses in shared memory whatever k is, with no sort, and exact. Equal guesses are
-    taken in order.
+    A warp for each row tile. Guesses are products of means, a lane for each key tile. The k-th greatest is found bit by
+    bit, from the top: of 32 bits that order as the float does, the greatest prefix that at least k guesses reach. That
+    is 32 passes over the guesses in shared memory whatever k is, with no sort, and exact. Equal guesses are taken in
+    order.
 ``row_lists``
     A warp for each row tile: its critical tiles in order, packed, how many they are, and the row of the 0/1 matrix by
     which the states of the linear part are summed on tensor cores, times a power of two (``sla_reference.mean_of``).
@@ -117,7 +117,9 @@ def make_classify(d: int, *, broken: str = "") -> Kernel:
         least = min(int32(negligible * int64(seen) // MILLION), int32(seen - most))
         high, low = greatest(guesses, seen, most, lane), greatest(guesses, seen, int32(seen - least), lane)
         # Of the guesses that equal a limit, as many are within as are missing; the first ones.
-        high_left = most - reaching(guesses, seen, high + uint32(1), lane) if high != uint32(MOST) else most
+        high_left = most
+        if high != uint32(MOST):
+            high_left -= reaching(guesses, seen, high + uint32(1), lane)
         low_left = (
             seen - least - reaching(guesses, seen, low + uint32(1), lane) if low != uint32(MOST) else seen - least
         )

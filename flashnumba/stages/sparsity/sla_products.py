@@ -101,6 +101,9 @@ class RowSteps(NamedTuple):
         clear: ``(c)``.
         pack: ``(c, p)``: rounded, A operands.
         dot_tile: ``(c, tile, warp_row, lane, sums)``: of each of the lane's two rows the sum of c times the tile.
+        dot_rows: ``(c, source, row_step, warp_row, lane, rows, sums)``: the same with 16-bit rows from global address
+            ``source``, of which there are ``rows``.
+        take: ``(c, tile, warp_row, lane)``: c from the tile.
         put: ``(c, tile, warp_row, lane)``: rounded, into the tile.
         pull_back: ``(c, tile, warp_row, lane)``: from dphi to dx, with phi in the tile.
         add: ``(c, source, row_step, warp_row, lane, rows)``: c += the 16-bit rows from global address ``source``, of
@@ -115,6 +118,8 @@ class RowSteps(NamedTuple):
     clear: DeviceFunction
     pack: DeviceFunction
     dot_tile: DeviceFunction
+    dot_rows: DeviceFunction
+    take: DeviceFunction
     put: DeviceFunction
     pull_back: DeviceFunction
     add: DeviceFunction
@@ -156,6 +161,24 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
                 word = ld_shared_b32(word_at(tile, warp_row, lane, n, half))
                 total += c[4 * n + 2 * half] * low(word) + c[4 * n + 2 * half + 1] * high(word)
             sums[half] = quad_sum(total)
+
+    @device
+    def dot_rows(c, source, row_step, warp_row, lane, rows, sums):
+        for half in range(2):
+            row, total = int64(warp_row) + int64(lane >> 2) + int64(8 * half), float32(0)
+            if row < rows:
+                for n in range(groups):
+                    word = ld_global_b32(uint64(source + row * row_step + int64(16 * n) + int64(4) * int64(lane & 3)))
+                    total += c[4 * n + 2 * half] * low(word) + c[4 * n + 2 * half + 1] * high(word)
+            sums[half] = quad_sum(total)
+
+    @device
+    def take(c, tile, warp_row, lane):
+        for n in range(groups):
+            for half in range(2):
+                word = ld_shared_b32(word_at(tile, warp_row, lane, n, half))
+                c[4 * n + 2 * half] = low(word)
+                c[4 * n + 2 * half + 1] = high(word)
 
     @device
     def put(c, tile, warp_row, lane):
@@ -214,7 +237,7 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
         nothing[0] = nothing[1] = float32(0)  # an empty sum: c is not divided
         store_divided(to, row_step, column_step, c, nothing, tile, warp_row, lane, rows, columns)
 
-    return RowSteps(clear, pack, dot_tile, put, pull_back, add, dot_row, add_outer, store)
+    return RowSteps(clear, pack, dot_tile, dot_rows, take, put, pull_back, add, dot_row, add_outer, store)
 
 
 @cache
@@ -244,8 +267,9 @@ def make_store_state(d: int, element: str, arch: str = "80") -> tuple[int, Devic
 
 
 @cache
-def make_column_sums(d: int, element: str, arch: str = "80") -> DeviceFunction:
-    """``column_sum(tile, column)``: the sum of a column of a tile of 64 rows, float32; threads take columns."""
+def make_column_sums(d: int, element: str, arch: str = "80", *, weighted: bool = False) -> DeviceFunction:
+    """``column_sum(tile, column)``: the sum of a column of a tile of 64 rows, float32; threads take columns. As
+    ``weighted`` one argument more: a shared array of 64 weights."""
     single, place = vectors(element, 2, arch=arch).low, swizzle(d).at
 
     @device
@@ -256,4 +280,12 @@ def make_column_sums(d: int, element: str, arch: str = "80") -> DeviceFunction:
             total += single(uint32(ld_shared_b16(at)))
         return total
 
-    return column_sum
+    @device
+    def weighted_sum(tile, column, weights):
+        total = float32(0)
+        for row in range(64):
+            at = place(tile, uint32(row), uint32(column) >> uint32(3)) + uint32(2) * (uint32(column) & uint32(7))
+            total += weights[row] * single(uint32(ld_shared_b16(at)))
+        return total
+
+    return weighted_sum if weighted else column_sum

@@ -222,8 +222,8 @@ def low_precision(
     """The forward, and (dq, dk, dv, dproj) if ``do`` is given, in float32 with roundings where kernels have them.
 
     Rounded to the dtype of q are what kernels hand to a tensor core or to one another: weights of the softmax and dS,
-    phi, h_j, H_i, O^s, O^l, g, dH_i and dh_j; and each part of a gradient before the other is added. Z and w too, as
-    the last row of H and dH. H_i is a mean over tiles and not a sum, by a power of two, so that it stays in range.
+    phi, h_j, H_i, O^s, O^l, g, dH_i and dh_j, of which Z and dZ are the last rows; and the linear part of a gradient
+    before the other is added. H_i is a mean over tiles and not a sum, by a power of two, so that it stays in range.
     """
     dtype, one = q.dtype, np.float32
     (m, n), d = (q.shape[-2], k.shape[-2]), q.shape[-1]
@@ -257,8 +257,7 @@ def low_precision(
     do = do.astype(one)
     dp = do @ v.swapaxes(-1, -2)  # [..., M, N]
     ds = rounded(p * (dp - (do * o_s).sum(-1, keepdims=True)))  # [..., M, N]
-    dq = rounded(scale * (ds @ k))
-    dk, dv = rounded(scale * (ds.swapaxes(-1, -2) @ q)), rounded(rounded(p).swapaxes(-1, -2) @ do)
+    dq, dk, dv = scale * (ds @ k), scale * (ds.swapaxes(-1, -2) @ q), rounded(p).swapaxes(-1, -2) @ do
     do_l = _in_tiles(do if w is None else do @ w.T, block)  # [..., row tiles, block, D]
     g = rounded(share * do_l)  # [..., row tiles, block, D]
     beside = -share * (do_l * o_l_tiles).sum(-1, keepdims=True)  # [..., row tiles, block, 1]
@@ -268,9 +267,9 @@ def low_precision(
     dh = rounded(unit * np.einsum("...ij,...irc->...jrc", tiles, dbig_h))  # [..., key tiles, D, D]
     dz = rounded(unit * (tiles.swapaxes(-1, -2) @ dbig_z))  # [..., key tiles, D]
     dphi_k = v_tiles @ dh.swapaxes(-1, -2) + dz[..., None, :]  # [..., key tiles, block, D]
-    dq = (dq + pull_back(phi_q, _flat(dphi_q, m), feature_map)).astype(dtype)
-    dk = (dk + pull_back(phi_k, _flat(dphi_k, n), feature_map)).astype(dtype)
-    dv = (dv + _flat(phi_k_tiles @ dh, n)).astype(dtype)
+    dq = (dq + rounded(pull_back(phi_q, _flat(dphi_q, m), feature_map))).astype(dtype)
+    dk = (dk + rounded(pull_back(phi_k, _flat(dphi_k, n), feature_map))).astype(dtype)
+    dv = (dv + rounded(_flat(phi_k_tiles @ dh, n))).astype(dtype)
     dproj = (o_l.swapaxes(-1, -2) @ do).reshape(-1, d, d).sum(0)  # [D, D]
     return forward, (dq, dk, dv, dproj)
 
