@@ -1,8 +1,8 @@
 """Host side of SLA: check the arguments, launch the kernels one after the other, keep what the gradients need.
 
 Forward: ``features`` of q and of k, ``classify``, ``row lists``, ``states``, ``gather``, ``attend``, ``combine``.
-Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``. All of them
-are on tensor cores where they multiply tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits
+Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``. They are
+on tensor cores where they multiply tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits
 every time.
 
 Beside its inputs and o a forward keeps phi of q and of k, O^s and O^l (of their sizes), the sums H (D + 1 numbers of 16
@@ -44,8 +44,8 @@ DIMENSIONS = (64, 128)
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
 KEPT = (
-    "q", "k", "v", "proj", "o_s", "o_l", "phi_q", "phi_k", "lse", "origin", "bias", "share", "classes", "lists", "counts",
-    "weights", "sums",
+    "q", "k", "v", "proj", "o_s", "o_l", "phi_q", "phi_k", "lse", "origin", "bias", "share", "classes", "lists",
+    "counts", "weights", "sums",
 )  # fmt: skip
 """What the forward keeps for the gradients, by name."""
 OF_INPUT = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
@@ -126,7 +126,7 @@ def gather_blocks(rows: int, shape: Shape) -> int:
     return -(-rows // sla_states.GATHER_TILE) * across * shape.batch * shape.heads
 
 
-def plan_forward(shape: Shape, options: Options = Options(), *, given: bool = False) -> Plan:  # noqa: B008
+def plan_forward(shape: Shape, options: Options = Options(), *, given: bool = False) -> Plan:
     """The forward; ``given``: the map is the caller's."""
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
@@ -164,7 +164,7 @@ def plan_forward(shape: Shape, options: Options = Options(), *, given: bool = Fa
     return Plan(tuple(launches), scratch_of(shape, launches))
 
 
-def plan_backward(shape: Shape, options: Options = Options()) -> Plan:  # noqa: B008
+def plan_backward(shape: Shape, options: Options = Options()) -> Plan:
     """The gradients, from what the forward has kept."""
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
@@ -261,7 +261,7 @@ class Kept:
 
 
 def forward(
-    q: Any, k: Any, v: Any, proj: Any = None, options: Options = Options(), *, causal: bool = False,  # noqa: B008
+    q: Any, k: Any, v: Any, proj: Any = None, options: Options = Options(), *, causal: bool = False,
     scale: float | None = None, classes: Any = None, machine: str = "auto", stream: Any = None,
 ) -> tuple[Any, Kept]:  # fmt: skip
     """(o, what the gradients need) by kernels.
@@ -287,7 +287,7 @@ def forward(
     of_q = found["q"]
     machine, arch = machine_of(machine, of_q, "q")
     shape = replace(shape, arch=arch)
-    if shape.element == "bfloat16" and tier(arch) == "75" or int(arch.rstrip("a")) < 80:
+    if (shape.element == "bfloat16" and tier(arch) == "75") or int(arch.rstrip("a")) < 80:
         raise ValueError(f"q is on sm_{arch}; SLA's kernels need sm_80 or later")
     options = replace(options, projected=proj is not None)
     with library_stream(of_q, stream):
