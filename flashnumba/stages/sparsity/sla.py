@@ -29,7 +29,13 @@ from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_linear_backward, sla_states
 from flashnumba.stages.sparsity.sla_features import THREADS, make_features
-from flashnumba.stages.sparsity.sla_lists import KEY_THREADS, make_classify, make_key_lists, make_row_lists
+from flashnumba.stages.sparsity.sla_lists import (
+    KEY_THREADS,
+    classify_warps,
+    make_classify,
+    make_key_lists,
+    make_row_lists,
+)
 from flashnumba.stages.sparsity.sla_reference import BLOCK, EPS, FEATURES, FORMS, MILLION, mean_of
 from flashnumba.tiles.forward import tier
 
@@ -131,14 +137,16 @@ def plan_forward(shape: Shape, options: Options = Options(), *, given: bool = Fa
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
     features = make_features(d, element, options.feature_map, arch)
-    attend = sla_forward.forward_tiles(d)
+    attend = sla_forward.forward_tiles(d, shape.arch)
     launches = [
         Launch(features, i * all_heads, THREADS, 0, ("q", "phi_q", "q_means")),
         Launch(features, j * all_heads, THREADS, 0, ("k", "phi_k", "k_means")),
     ]
     if not given:
         of_map = ("q_means", "k_means", "classes", "rows", "keys", "critical", "negligible", "causal")
-        launches.append(Launch(make_classify(d), i * all_heads, 32, 4 * j, of_map))
+        warps = classify_warps(j)
+        blocks = -(-i // warps) * all_heads
+        launches.append(Launch(make_classify(d, warps), blocks, 32 * warps, 4 * j * warps, of_map))
     launches += [
         Launch(
             make_row_lists(element, options.form, arch), i * all_heads, 32, 0,

@@ -42,7 +42,9 @@ def dq_tiles(d: int, arch: str) -> Tiles:
 
 def dkdv_tiles(d: int, arch: str) -> Tiles:
     """Tiles of ``dk dv``; elsewhere than on sm_90 the compiler finds no registers for 64 x 64 at d = 128."""
-    return Tiles(d, BLOCK, BLOCK if d <= 64 or arch.rstrip("a") == "90" else 32, results=2)
+    if d <= 64 or arch.rstrip("a") == "90":
+        return Tiles(d, BLOCK, BLOCK, results=2, under=d > 64)
+    return Tiles(d, BLOCK, 32, results=2)
 
 
 @cache
@@ -181,7 +183,7 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
     to_do = slots * tiles.slot_bytes  # from a tile of Q to that of dO
     own_bytes, slot_bytes, statistics_bytes = tiles.own_bytes, tiles.slot_bytes, tiles.statistics_bytes
-    s_regs, acc_regs, p_regs = other // 2, tiles.d // 2, other // 4
+    s_regs, acc_regs, p_regs, under = other // 2, tiles.d // 2, other // 4, tiles.under
     no_barrier, in_turn, alone = (broken == x for x in ("barrier", "list", "linear"))
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="sparsity.sla dk dv")
@@ -236,6 +238,9 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # this step's tiles are there for all, and nobody reads the slots filled next
+            of_lane = numbers + uint32(8 * (lane & 3))
+            if under:  # after the product has begun: addresses are computed under it
+                multiply(s, held, k_lane, q_lane + here)
             if i + 1 < count:
                 there = uint32(slot_bytes) - here
                 copy_step(
@@ -243,8 +248,8 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
                     q, do, delta, origin, bias, batch, head, coming,
                 )  # fmt: skip
             commit()
-            of_lane = numbers + uint32(8 * (lane & 3))
-            multiply(s, held, k_lane, q_lane + here)
+            if not under:
+                multiply(s, held, k_lane, q_lane + here)
             weigh(s, of_lane, factor)
             if row < whole or row + other > m_rows:
                 key = int32(warp_row + (lane >> int32(2)))

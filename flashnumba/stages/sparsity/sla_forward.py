@@ -44,9 +44,15 @@ COMBINE_FAULTS = ("barrier", "wait", "divide", "sparse")
 """What can be planted: "divide" leaves the sum of weights out, "sparse" O^s."""
 
 
-def forward_tiles(d: int) -> AttentionTiles:
-    """Tiles of ``attend``."""
-    return AttentionTiles(d, BLOCK, BLOCK, WARPS, 2)
+def forward_tiles(d: int, arch: str = "90a") -> AttentionTiles:
+    """Tiles of ``attend``, as fast as any others on an H200: at d = 128 four blocks a multiprocessor with a slot each.
+
+    Both rescale O only where a maximum rises, as dense attention does at d = 128 on sm_90: the compiler fuses what is
+    multiplied and added in any case, and bits would differ.
+    """
+    if d > 64:
+        return AttentionTiles(d, BLOCK, BLOCK, WARPS, 1, lazy=True, min_blocks=4 if arch.rstrip("a") == "90" else 0)
+    return AttentionTiles(d, BLOCK, BLOCK, WARPS, 2, lazy=True)
 
 
 @cache
@@ -70,11 +76,14 @@ def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken
     waits, meets, listed, swapped = (broken != x for x in ("wait", "barrier", "list", "stride"))
 
     @device
-    def copy_keys(k_tile, v_tile, k_from, v_from, k, v, tile):
+    def copy_keys(k_tile, k_from, k, tile):
+        first = int64(tile) * bn
+        copy_k(k_tile, k_from + first * k.strides[2], k.strides[2], k.strides[3], k.shape[2] - first, k.shape[3])
+
+    @device
+    def copy_values(v_tile, v_from, v, tile):
         first, v_row = int64(tile) * bn, v.strides[2] if swapped else v.strides[3]
-        left = k.shape[2] - first
-        copy_k(k_tile, k_from + first * k.strides[2], k.strides[2], k.strides[3], left, k.shape[3])
-        copy_v(v_tile, v_from + first * v_row, v_row, v.strides[3], left, k.shape[3])
+        copy_v(v_tile, v_from + first * v_row, v_row, v.strides[3], v.shape[2] - first, v.shape[3])
 
     @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name="sparsity.sla attend")
     def attend(q, k, v, o, lse, origin, bias, lists, counts, scale, causal):
@@ -103,32 +112,40 @@ def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken
         tile, coming = int32(0), int32(0)
         if count > 0:
             tile = mine[0] if listed else int32(0)
-            copy_keys(k_tile, v_tile, k_from, v_from, k, v, tile)
+            copy_keys(k_tile, k_from, k, tile)
+            if slots == 2:
+                copy_values(v_tile, v_from, v, tile)
         cp_async_commit()
         wait_all()
         cuda.syncthreads()  # Q is there for all
         load_q(held, q_lane)
         for i in range(int32(0), int32(count), int32(1)):
             here = uint32(i & 1) * uint32(slot_bytes) if slots == 2 else uint32(0)
-            if i + 1 < count:
+            there, more = uint32(slot_bytes) - here, i + 1 < count
+            if more:
                 coming = mine[i + 1] if listed else int32(i + 1)
             if waits:
                 wait_all()
             if meets:
-                cuda.syncthreads()  # this tile's K and V are there for all, and nobody reads the slots filled next
-            if slots == 2 and i + 1 < count:
-                there = uint32(slot_bytes) - here
-                copy_keys(k_tile + there, v_tile + there, k_from, v_from, k, v, coming)
+                cuda.syncthreads()  # this tile's K (and V) are there for all, and nobody reads the slots filled next
+            if slots == 1:
+                copy_values(v_tile, v_from, v, tile)
+            elif more:
+                copy_keys(k_tile + there, k_from, k, coming)
+                copy_values(v_tile + there, v_from, v, coming)
             cp_async_commit()
             multiply_qk(s, held, q_lane, k_lane + here)
             if int64(tile + 1) * bn > whole:
                 hide(s, int64(tile), row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
-            softmax_pv(s, acc, m, l, factor, v_lane + here)
             if slots == 1:
-                cuda.syncthreads()  # nobody reads K and V any more
-                if i + 1 < count:
-                    copy_keys(k_tile, v_tile, k_from, v_from, k, v, coming)
+                if waits:
+                    wait_all()
+                if meets:
+                    cuda.syncthreads()  # V is there for all, and nobody reads K any more
+                if more:
+                    copy_keys(k_tile, k_from, k, coming)
                 cp_async_commit()
+            softmax_pv(s, acc, m, l, factor, v_lane + here)
             tile = coming
 
         for r in range(rows_held):

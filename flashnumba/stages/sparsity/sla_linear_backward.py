@@ -230,6 +230,14 @@ def make_project(d: int, element: str, arch: str = "80", *, broken: str = "") ->
             at + uint32(row_bytes), address_of(do, batch, head, row0), do.strides[2], do.strides[3], left, columns
         )  # fmt: skip
 
+    @device
+    def put_group(mine, first_row, first_column, c, n):
+        """Eight columns of the warp's rows."""
+        for f in range(frags):
+            for e in range(4):
+                row, column = first_row + int64(16 * f + 8 * (e // 2)), first_column + int64(8 * n + e % 2)
+                mine[row, column] = c[(f * groups + n) * 4 + e]
+
     @kernel(threads=THREADS, arch=arch, name="sparsity.sla project")
     def project(o_l, do, parts):
         smem = cuda.shared.array(0, uint8)
@@ -254,12 +262,13 @@ def make_project(d: int, element: str, arch: str = "80", *, broken: str = "") ->
             cp_async_commit()
             outer(c, base + here, base + here + uint32(row_bytes), warp)
             here = there
-        for f in range(frags):
-            for n in range(groups):
-                for e in range(4):
-                    row = warp * int32(16 * frags) + int32(16 * f + 8 * (e // 2)) + (lane >> 2)
-                    column = int32(8 * n + e % 2) + int32(2) * (lane & 3)
-                    parts[int64(cuda.blockIdx.x), int64(row), int64(column)] = c[(f * groups + n) * 4 + e]
+        mine = parts[int64(cuda.blockIdx.x)]
+        first_row, first_column = int64(warp * int32(16 * frags) + (lane >> 2)), int64(int32(2) * (lane & 3))
+        # In two loops, as one would be too long for the compiler to unroll.
+        for n in range(groups // 2):
+            put_group(mine, first_row, first_column, c, n)
+        for n in range(groups // 2, groups):
+            put_group(mine, first_row, first_column, c, n)
 
     return project
 

@@ -1,10 +1,11 @@
 """SLA's map, and the lists that kernels walk over: the key tiles that a row tile attends to, and the other way round.
 
 ``classify``
-    A warp for each row tile. Guesses are products of means, a lane for each key tile. The k-th greatest is found bit by
-    bit, from the top: of 32 bits that order as the float does, the greatest prefix that at least k guesses reach. That
-    is 32 passes over the guesses in shared memory whatever k is, with no sort, and exact. Equal guesses are taken in
-    order.
+    A warp for each row tile, and several in a block so that the means of keys, of which each warp reads all, come from
+    the cache of its multiprocessor: from L2 alone they were most of the time. Guesses are products of means, a lane for
+    each key tile. The k-th greatest is found bit by bit, from the top: of 32 bits that order as the float does, the
+    greatest prefix that at least k guesses reach. That is 32 passes over the guesses in shared memory whatever k is,
+    with no sort, and exact. Equal guesses are taken in order.
 ``row_lists``
     A warp for each row tile: its critical tiles in order, packed, how many they are, and the row of the 0/1 matrix by
     which the states of the linear part are summed on tensor cores, times a power of two (``sla_reference.mean_of``).
@@ -29,10 +30,14 @@ from flashnumba.stages.sparsity.sla_features import piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK, CUT, FORMS, MILLION, UNSEEN
 from flashnumba.tiles.elements import scalar
 
-__all__ = ["make_classify", "make_key_lists", "make_row_lists"]
+__all__ = ["classify_warps", "make_classify", "make_key_lists", "make_row_lists"]
 
 MOST = 0xFFFFFFFF
 KEY_THREADS = 128
+AHEAD = 8
+"""Row tiles whose class a thread of ``key_lists`` loads before it looks at the first of them."""
+MOST_GUESSES = 64 * 1024
+"""Bytes of guesses in shared memory up to which a block has more than one warp."""
 
 
 @device
@@ -71,25 +76,35 @@ def greatest(keys, seen, k, lane):
     return prefix
 
 
+def classify_warps(tiles: int) -> int:
+    """Warps of a block of ``classify`` for so many key tiles; each has 4 bytes of shared memory for each of them."""
+    return next((warps for warps in (8, 4, 2) if 4 * warps * tiles <= MOST_GUESSES), 1)
+
+
 @cache
-def make_classify(d: int, *, broken: str = "") -> Kernel:
+def make_classify(d: int, warps: int = 8, *, broken: str = "") -> Kernel:
     """``(q_means, k_means, classes, rows, keys, critical, negligible, causal)``: means float32 ``[B, H, d, tiles]``,
-    classes int8 ``[B, H, row tiles, key tiles]``, the shares in millionths, int64. A warp for each row tile, with 4
-    bytes of dynamic shared memory for each key tile.
+    classes int8 ``[B, H, row tiles, key tiles]``, the shares in millionths, int64. A block for each ``warps`` row
+    tiles of a head, with :func:`classify_warps` times 4 bytes of dynamic shared memory for each key tile.
 
     Args:
-        broken: plants ``"wait"`` (lanes do not wait for one another's guesses) or ``"ties"`` (of equal guesses all are
-            taken).
+        broken: plants ``"wait"`` (lanes do not wait for one another's part of the mean) or ``"ties"`` (of equal guesses
+            all are taken).
     """
-    waits, all_ties = broken != "wait", broken == "ties"
+    waits, all_ties, size = broken != "wait", broken == "ties", d * warps
 
-    @kernel(threads=32, arch="75", name="sparsity.sla classify")
+    @kernel(threads=32 * warps, min_blocks=2, arch="75", name="sparsity.sla classify")
     def classify(q_means, k_means, classes, rows, keys, critical, negligible, causal):
-        guesses = cuda.shared.array(0, uint32)
-        mean = cuda.shared.array(d, float32)
-        lane = int32(cuda.threadIdx.x)
+        all_guesses = cuda.shared.array(0, uint32)
+        all_means = cuda.shared.array(size, float32)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         tiles = classes.shape[3]
-        batch, head, tile = piece_of(cuda.blockIdx.x, classes.shape[2], classes.shape[1])
+        parts = (classes.shape[2] + (warps - 1)) // warps
+        batch, head, part = piece_of(cuda.blockIdx.x, parts, classes.shape[1])
+        tile = part * warps + int64(warp)
+        if tile >= classes.shape[2]:
+            return  # the whole warp; there is no barrier of the block
+        guesses, mean = all_guesses[int64(warp) * tiles :], all_means[int32(d) * warp :]
         end, whole = keys, keys
         if causal != 0:
             last = min((tile + 1) * BLOCK, rows)
@@ -98,7 +113,8 @@ def make_classify(d: int, *, broken: str = "") -> Kernel:
         seen = int32((end + (BLOCK - 1)) // BLOCK)
         for c in range(d // 32):
             mean[32 * c + lane] = q_means[batch, head, int64(32 * c + lane), tile]
-        syncwarp()  # the mean is there for all lanes
+        if waits:
+            syncwarp()  # the mean is there for all lanes; a guess is its own lane's alone
         cut = int32(0)
         for first in range(int32(0), seen, int32(32)):
             j = int32(first + lane)
@@ -110,8 +126,6 @@ def make_classify(d: int, *, broken: str = "") -> Kernel:
             if j < seen:
                 guesses[j] = uint32(MOST) if is_cut else in_order(guess)
             cut += int32(cuda.popc(vote_ballot(is_cut)))
-        if waits:
-            syncwarp()  # the guesses are there for all lanes
         most = int32(-((-critical * int64(seen)) // MILLION))
         most = max(most, cut)
         least = min(int32(negligible * int64(seen) // MILLION), int32(seen - most))
@@ -191,11 +205,14 @@ def key_lists(classes, lists, counts):
     batch, head, part = piece_of(cuda.blockIdx.x, parts, classes.shape[1])
     j = part * KEY_THREADS + int64(cuda.threadIdx.x)
     if j < tiles:
-        found = int64(0)
-        for i in range(row_tiles):
-            if classes[batch, head, i, j] > 0:
-                lists[batch, head, j, found] = int32(i)
-                found += 1
+        found, ahead = int64(0), cuda.local.array(AHEAD, int32)
+        for first in range(int64(0), row_tiles, int64(AHEAD)):
+            for i in range(AHEAD):
+                ahead[i] = int32(classes[batch, head, min(first + i, row_tiles - 1), j])
+            for i in range(AHEAD):
+                if first + i < row_tiles and ahead[i] > int32(0):
+                    lists[batch, head, j, found] = int32(first + i)
+                    found += 1
         counts[batch, head, j] = int32(found)
 
 
