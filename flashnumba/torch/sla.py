@@ -239,24 +239,36 @@ def sla_attention(
     for name, x in {"causal": causal, "return_classes": return_classes}.items():
         if x.__class__ is not bool:
             raise TypeError(f"{name} is {x!r}; it must be True or False")
-    options = sla.check_options(critical, negligible, feature_map, form, eps, proj is not None)
-    scale = _check(q, k, v, proj, classes, scale)
+    if not torch.compiler.is_compiling():  # tracers know no class of numbers; the operator checks them again
+        sla.check_options(critical, negligible, feature_map, form, eps, proj is not None)
+        scale = _check_scale(scale, q.shape[-1])
+    _check(q, k, v, proj, classes)
     if torch.is_autocast_enabled(q.device.type):
         to = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype is torch.float64 else x.to(to) for x in (q, k, v))
     axes = q.dim()
     q, k, v = (x[(None,) * (4 - axes)] for x in (q, k, v))
-    how = options.critical, options.negligible, feature_map, form, options.eps, causal, scale, backend
+    eps = reference.EPS[form] if eps is None else eps
+    how = critical, negligible, feature_map, form, eps, causal, scale, backend
     result = _Sla.apply(q, k, v, proj, classes, *how)
     o, classes = result if classes is None else (result, classes)
     o = o[(0,) * (4 - axes)]
     return (o, classes) if return_classes else o
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, scale: Any) -> float | None:
-    """The scale, if shapes fit together; what kernels do not take besides they refuse themselves."""
+def _check_scale(scale: Any, d: int) -> float | None:
     from flashnumba.stages import heads
 
+    if scale is None:
+        return None
+    scale = heads.check_scale(scale, max(1, d))
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; SLA takes one above 0")
+    return scale
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe) -> None:
+    """Whether shapes fit together; what kernels do not take besides they refuse themselves."""
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     if not 2 <= q.dim() <= 4 or k.shape != v.shape or q.dim() != k.dim():
         raise ValueError(f"{shapes}; they must have the same number of axes, 2 to 4, and k and v one shape")
@@ -283,12 +295,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, scale: 
             f"classes is {classes.dtype} of shape {tuple(classes.shape)}; it must be torch.int8 of shape {wanted} on "
             f"{q.device}"
         )
-    if scale is None:
-        return None
-    scale = heads.check_scale(scale, d)
-    if scale <= 0:
-        raise ValueError(f"scale is {scale}; SLA takes one above 0")
-    return scale
 
 
 class SparseLinearAttention(torch.nn.Module):

@@ -47,10 +47,12 @@ def test_without_a_projection_and_for_one_input_alone():
         torch.testing.assert_close(a, b)
 
 
-def test_kernels_under_autograd_are_near_the_definition_and_dproj_keeps_its_type():
-    """Rows of q that lie apart are copied; the gradient that sum() gives is one number, expanded."""
-    q, k, v = (torch.randn(1, 2, rows, 65)[..., 1:].half().requires_grad_() for rows in (64, 130, 130))
-    q, k, v = (x[:, :1].detach().requires_grad_() for x in (q, k, v))
+def test_kernels_under_autograd_are_near_the_definition_and_leave_what_tracers_are_told(monkeypatch):
+    """Rows that are not aligned are copied; the gradient that sum() gives is one number, expanded; dproj keeps its
+    type."""
+    seen, plain = [], sla.FORWARD
+    monkeypatch.setattr(sla, "FORWARD", lambda *args: seen.append((args, plain(*args))) or seen[-1][1])
+    q, k, v = (torch.randn(1, 1, rows, 65).half()[..., 1:].requires_grad_() for rows in (64, 130, 130))
     proj = torch.randn(64, 64).div(8).requires_grad_()
     results = []
     for backend in ("emulator", "numpy"):
@@ -60,6 +62,10 @@ def test_kernels_under_autograd_are_near_the_definition_and_dproj_keeps_its_type
         assert a.dtype == b.dtype and a.shape == b.shape
         torch.testing.assert_close(a, b, atol=6e-3, rtol=6e-3)
     assert set(results[0][-1].unique().tolist()) == {0, 1}
+    for (args, found), names in zip(seen, (len(sla.LEFT), 0), strict=True):
+        (told, told_kept), (o, kept) = sla.forward_fake(*args), found
+        assert [(x.shape, x.dtype) for x in (told, *told_kept)] == [(x.shape, x.dtype) for x in (o, *kept)]
+        assert len(kept) == 1 + names
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -89,17 +95,6 @@ def test_the_operators_pass_torchs_checks():
     torch.library.opcheck(sla.FORWARD, (q, k, v, None, attend(q, k, v, return_classes=True)[1], *how))
     classes = attend(q, k, v, return_classes=True)[1]
     torch.library.opcheck(sla.BACKWARD, (torch.randn_like(q), q, k, v, proj, classes, [], *how))
-
-
-def test_tracers_know_what_kernels_leave():
-    """The shapes that a tracer is told are those that come, on the emulator."""
-    q, k, v = (torch.randn(1, 1, 64, 64).half() for _ in range(3))
-    how = 1.0, 0.0, "relu", "paper", 0.0, False, None, "emulator"
-    for given in (None, torch.ones(1, 1, 1, 1, dtype=torch.int8)):
-        o, kept = sla.FORWARD(q, k, v, None, given, *how)
-        told, shapes = sla.forward_fake(q, k, v, None, given, *how)
-        assert [(x.shape, x.dtype) for x in (o, *kept)] == [(x.shape, x.dtype) for x in (told, *shapes)]
-        assert len(kept) == len(sla.LEFT) + (given is None)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
