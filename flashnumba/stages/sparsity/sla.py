@@ -339,23 +339,23 @@ def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, An
     return dq, dk, dv, finish(known["dproj"], of_q, stream) if kept.options.projected else None
 
 
-def check(found: dict[str, Described], causal: bool) -> Shape:
-    """The shape of a problem that SLA's kernels take.
+def check(found: dict[str, Described], causal: bool, *, kernels: bool = True) -> Shape:
+    """The shape of a problem that SLA takes, and its ``kernels``.
 
     Raises:
         TypeError, ValueError: as :func:`flashnumba.stages.heads.check`, and for what these kernels do not take.
     """
     q = found["q"]
     shape = heads.check(q, found["k"], found["v"], causal=causal)
-    if shape.element not in ("float16", "bfloat16"):
-        raise TypeError(f"q has elements of type {q.element}; SLA's kernels take float16 and bfloat16")
-    if shape.d not in DIMENSIONS:
-        raise ValueError(f"q has shape {q.shape}; SLA's kernels take a head dimension of 64 or 128")
     if shape.kv_heads != shape.heads:
         raise ValueError(f"q has {shape.heads} heads and k {shape.kv_heads}; SLA takes as many of either")
     if 0 in (shape.batch, shape.heads, shape.m, shape.n):
         raise ValueError(f"q has shape {q.shape} and k {found['k'].shape}; SLA takes at least one row and one key")
-    if shape.vector < 16:
+    if kernels and shape.element not in ("float16", "bfloat16"):
+        raise TypeError(f"q has elements of type {q.element}; SLA's kernels take float16 and bfloat16")
+    if kernels and shape.d not in DIMENSIONS:
+        raise ValueError(f"q has shape {q.shape}; SLA's kernels take a head dimension of 64 or 128")
+    if kernels and shape.vector < 16:
         raise ValueError("q, k and v must have packed columns and rows at multiples of 16 bytes; pass them contiguous")
     if "proj" in found:
         proj = found["proj"]
@@ -363,7 +363,7 @@ def check(found: dict[str, Described], causal: bool) -> Shape:
             raise TypeError(f"proj has elements of type {proj.element}; they must be q's, {shape.element}")
         if proj.shape != (shape.d, shape.d) or proj.device != q.device:
             raise ValueError(f"proj has shape {proj.shape}; it must be {(shape.d, shape.d)}, in one place with q")
-        if heads.widest(proj) < 16:
+        if kernels and heads.widest(proj) < 16:
             raise ValueError(f"proj has strides {proj.strides}; it must be contiguous")
     return shape
 
