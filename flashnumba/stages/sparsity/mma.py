@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import ARGUMENTS
+from flashnumba.stages.sparsity import lists, predict
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, tier, tiles_for
@@ -28,8 +29,8 @@ from flashnumba.tiles.sparse import make_sparse_attend, unit_rows
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["BLOCK_M", "BLOCK_N", "attend_launch", "compile_cases", "make_sparse", "map_shape", "plan_skip",
-           "sparse_tiles"]  # fmt: skip
+__all__ = ["BLOCK_M", "BLOCK_N", "attend_launch", "compile_cases", "make_sparse", "map_shape", "plan_blocks",
+           "plan_skip", "plan_sparge", "sparse_tiles"]  # fmt: skip
 
 BLOCK_M, BLOCK_N = 128, 64
 """Rows and keys of a block of a mask, if nothing else is said: what SpargeAttn has."""
@@ -131,6 +132,42 @@ def plan_skip(
     return Plan((launch,), {"tile_map": map_shape(shape, tiles, vote)} if noted else {})
 
 
+def plan_blocks(
+    shape: Shape, *, block_m: int = BLOCK_M, block_n: int = BLOCK_N, vote: str = "", keep_sum: bool = False,
+    noted: bool = False, tiles: AttentionTiles | None = None, name: str = "block_sparse", broken: str = "",
+) -> Plan:  # fmt: skip
+    """The blocks of ``mask``, which is given; of these a warp may leave out some by itself.
+
+    Raises:
+        ValueError: float32, bfloat16 below sm_80, or blocks that no tiles make up.
+    """
+    tiles = tiles or sparse_tiles(shape, block_m, block_n)
+    attend = attend_launch(
+        shape, tiles, vote=vote, keep_sum=keep_sum, listed=True, noted=noted, name=name, broken=broken
+    )  # fmt: skip
+    scratch = lists.list_shapes(shape, tiles) | ({"tile_map": map_shape(shape, tiles, vote)} if noted else {})
+    return Plan((lists.pack_launch(shape, tiles, block_m, block_n, broken), attend), scratch)
+
+
+def plan_sparge(
+    shape: Shape, *, by_count: bool = False, block_m: int = BLOCK_M, block_n: int = BLOCK_N, vote: str = "",
+    keep_sum: bool = False, noted: bool = False, tiles: AttentionTiles | None = None, broken: str = "",
+) -> Plan:  # fmt: skip
+    """A mask by prediction, and attention over its blocks.
+
+    Raises:
+        ValueError: as :func:`plan_blocks`, or too many blocks of keys.
+    """
+    rest = plan_blocks(
+        shape, block_m=block_m, block_n=block_n, vote=vote, keep_sum=keep_sum, noted=noted, tiles=tiles, name="sparge",
+        broken=broken,
+    )  # fmt: skip
+    pools = predict.pool_launches(shape, block_m, block_n, broken)
+    choose = predict.choose_launch(shape, block_m, block_n, by_count, broken)
+    made = predict.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
+    return Plan((*pools, choose, *rest.launches), rest.scratch | made)
+
+
 def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
@@ -148,3 +185,8 @@ def compile_cases() -> Iterator[CompileCase]:
         ):  # fmt: skip
             shape = Shape("float16", 1, 1, 1, 4096, 4096, d)
             yield case(name, plan_skip(shape, **options), "float16", d, ("90a",))
+        yield case("block_sparse", plan_blocks(shape), "float16", d, ("90a",))
+        yield case("sparge", plan_sparge(shape, vote="warp"), "float16", d, ("90a",))
+    for launch in plan_sparge(shape).launches[:-1]:
+        name = launch.kernel.name
+        yield CompileCase(f"{name} float16", launch.kernel, signature("float16", launch.args), launch.threads, launch.shared)
