@@ -378,10 +378,7 @@ def make_steps(
         for f in range(frags):
             for half in range(2):
                 r = 2 * f + half
-                if tops is None:
-                    top = lane_top(s, f, half)
-                else:
-                    top = tops[r]
+                top = lane_top(s, f, half) if tops is None else tops[r]
                 top = max(m[r], quad_max(top))
                 if stale and m[r] != float32(NOTHING):
                     top = m[r]

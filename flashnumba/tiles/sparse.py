@@ -57,7 +57,7 @@ def make_sparse_attend(
         listed: ``indices`` int32 ``[B, H, row tiles, any]`` and ``counts`` int32 ``[B, H, row tiles]`` say which tiles
             of ``tiles.bn`` keys a row tile looks at, in ascending order, each no later than the last that it may see;
             else both are None.
-        noted: ``tile_map``, uint8 ``[B, H, row units, key tiles]`` of :func:`unit_rows` rows each, is filled; else None.
+        noted: ``tile_map``, uint8 ``[B, H, row units, key tiles]`` of :func:`unit_rows` rows, is filled; else None.
         broken: plants one of :data:`FAULTS` or of :data:`flashnumba.tiles.skip.FAULTS`.
 
     Raises:
@@ -215,7 +215,7 @@ def make_sparse_attend(
                 then = i + 2
             wait()
             if not no_barrier:
-                cuda.syncthreads()  # K_j (and V_j) are there for all, nobody reads the slots filled next, or older words
+                cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or last votes
             if slots == 2:
                 if i + 1 < last:
                     other = uint32(slot_bytes) - here

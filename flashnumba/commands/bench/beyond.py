@@ -29,7 +29,7 @@ from flashnumba.commands.bench.table import (
     title_of,
 )
 
-__all__ = ["backward", "counters", "fp8"]
+__all__ = ["backward", "counters", "fp8", "sparsity"]
 
 
 def backward(
@@ -109,6 +109,36 @@ def fp8(
         return {"conversions": rows, "instructions": benchmark.instructions()}
 
     measure_all(places, columns, out, found, seconds, rest)
+
+
+def sparsity(
+    out: Out = RESULTS / "sparsity.json",
+    dims: Dims = "128",
+    lengths: Lengths = "8192,16384,65536",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    kernels: Kernels = "",
+    runs: Runs = 20,
+    seconds: Seconds = 400.0,
+) -> None:
+    """Sparse attention beside the dense kernel, on structured data: times, and what was left out."""
+    from flashnumba.bench import sparsity as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
+    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    names = names_of("--kernels", kernels, benchmark.KERNELS, none=True) or benchmark.KERNELS
+    found = conditions("sparsity", benchmark.environment, out)
+    places = [
+        Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
+        for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
+    ]
+    columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
+    columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal")]
+    measure_all(places, columns, out, found, seconds)
 
 
 def counters(

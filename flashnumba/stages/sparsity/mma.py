@@ -189,4 +189,6 @@ def compile_cases() -> Iterator[CompileCase]:
         yield case("sparge", plan_sparge(shape, vote="warp"), "float16", d, ("90a",))
     for launch in plan_sparge(shape).launches[:-1]:
         name = launch.kernel.name
-        yield CompileCase(f"{name} float16", launch.kernel, signature("float16", launch.args), launch.threads, launch.shared)
+        yield CompileCase(
+            f"{name} float16", launch.kernel, signature("float16", launch.args), launch.threads, launch.shared
+        )

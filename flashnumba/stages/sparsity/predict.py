@@ -40,7 +40,16 @@ from flashnumba.tiles.online import LOG2_E, NOTHING
 from flashnumba.tiles.reduce import lanes_max, lanes_sum, make_block_sum
 from flashnumba.tiles.schedule import seen_keys
 
-__all__ = ["ALL", "FAULTS", "MOST_BLOCKS", "choose_launch", "make_choose", "make_pool", "pool_launches", "pooled_shapes"]
+__all__ = [
+    "ALL",
+    "FAULTS",
+    "MOST_BLOCKS",
+    "choose_launch",
+    "make_choose",
+    "make_pool",
+    "pool_launches",
+    "pooled_shapes",
+]
 
 WARPS, AHEAD = 4, 4
 """Warps a block; rows that a warp loads before it uses the first."""

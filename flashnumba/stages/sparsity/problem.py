@@ -7,7 +7,7 @@ what one kernel leaves for the next, maps that are handed back, and masks that s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from flashnumba.stages.heads import ARGUMENTS, MOST_BLOCKS, Heads, Launch, Plan,
 from flashnumba.stages.host import library_stream
 from flashnumba.tiles.skip import FEWEST
 
-__all__ = ["ARRAYS", "Launch", "Plan", "Shape", "limit_of", "prepared", "run", "signature"]
+__all__ = ["ARRAYS", "Launch", "Plan", "Shape", "bind", "limit_of", "prepared", "run", "signature"]
 
 ARRAYS: dict[str, tuple[str, int]] = {
     **heads.SCRATCH,
@@ -61,14 +61,15 @@ def prepared(launch: Launch, element: str, machine: str, device: int | None) -> 
     return cache[key]
 
 
-def run(problem: Heads, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Launch a plan on a problem of :func:`flashnumba.stages.heads.prepare_heads`.
+def bind(problem: Heads, plan: Plan, given: Mapping[str, Any]) -> tuple[Callable[[], None], dict[str, Any]]:
+    """A plan's launches on a problem of :func:`flashnumba.stages.heads.prepare_heads`, prepared.
 
     Args:
         given: scalars and arrays of :data:`ARRAYS` that the plan does not make.
 
     Returns:
-        The arrays that the plan made, by name; the results are the problem's, as ``problem.finish()`` hands them back.
+        What launches them, any number of times; and the arrays that the plan made, by name. The results are the
+        problem's, as ``problem.finish()`` hands them back.
 
     Raises:
         ValueError: more blocks than a grid has.
@@ -76,17 +77,35 @@ def run(problem: Heads, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
     scalars = {"scale": np.float32(problem.scale), "causal": np.int32(problem.shape.causal)}
     known = {**problem.arrays, **scalars}
     known |= {name: SCALARS[name](value) if name in SCALARS else value for name, value in given.items()}
+    for launch in plan.launches:
+        if launch.grid > MOST_BLOCKS:
+            raise ValueError(
+                f"q has shape {problem.found.shape}, {launch.grid} blocks of work; a launch takes {MOST_BLOCKS}: "
+                "split the batch"
+            )
     made: dict[str, Any] = {}
     with library_stream(problem.found, problem.stream):
         for name, shape in plan.scratch.items():
             made[name] = empty_like_kind(problem.results[0], shape, ARRAYS[name][0])
-        known |= made
-        for launch in plan.launches:
-            if launch.grid > MOST_BLOCKS:
-                raise ValueError(
-                    f"q has shape {problem.found.shape}, {launch.grid} blocks of work; a launch takes {MOST_BLOCKS}: "
-                    "split the batch"
-                )
-            ready = prepared(launch, problem.shape.element, problem.machine, problem.device)
-            ready(launch.grid, launch.threads, tuple(known[name] for name in launch.args), problem.stream)
+    known |= made
+    steps = [
+        (
+            prepared(launch, problem.shape.element, problem.machine, problem.device), launch.grid, launch.threads,
+            tuple(known[name] for name in launch.args),
+        )
+        for launch in plan.launches
+    ]  # fmt: skip
+
+    def call() -> None:
+        for ready, grid, threads, args in steps:
+            ready(grid, threads, args, problem.stream)
+
+    return call, made
+
+
+def run(problem: Heads, plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    """:func:`bind`, and launch once; returns the arrays that the plan made."""
+    call, made = bind(problem, plan, given)
+    with library_stream(problem.found, problem.stream):
+        call()
     return made

@@ -74,7 +74,7 @@ def visible_blocks(m: int, n: int, rows: int, keys: int, causal: bool) -> np.nda
 
 
 def skip(s: np.ndarray, rows: int, keys: int, threshold: float) -> np.ndarray:
-    """Which tiles of ``rows`` x ``keys`` scores are computed, going from the first key to the last: bool ``[..., R, C]``.
+    """Which tiles of ``rows`` x ``keys`` scores are computed, from the first key to the last: bool ``[..., R, C]``.
 
     A tile that no row sees is not.
     """
