@@ -19,6 +19,7 @@ from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import ARGUMENTS
 from flashnumba.stages.sparsity import lists, predict
+from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, tier, tiles_for
@@ -187,6 +188,10 @@ def compile_cases() -> Iterator[CompileCase]:
             yield case(name, plan_skip(shape, **options), "float16", d, ("90a",))
         yield case("block_sparse", plan_blocks(shape), "float16", d, ("90a",))
         yield case("sparge", plan_sparge(shape, vote="warp"), "float16", d, ("90a",))
+        launch = plan_decode(Shape("float16", 16, 64, 8, 1, 8192, d)).launches[0]
+        wanted = signature("float16", launch.args)
+        title = f"sparsity.blasst_decode float16 d {d}"
+        yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared)
     for launch in plan_sparge(shape).launches[:-1]:
         name = launch.kernel.name
         yield CompileCase(
