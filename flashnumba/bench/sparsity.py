@@ -18,27 +18,43 @@ from typing import Any
 import numpy as np
 
 from flashnumba.bench.attention import Problem
+from flashnumba.bench.decode import GraphClock
+from flashnumba.bench.decode import Problem as Decode
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
 from flashnumba.bench.heads import Judge, launches, places, settings
+from flashnumba.bench.heads import Place as PlaceOf
 from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, check_written, rounded, spread
 from flashnumba.compare import Comparison, compare
 from flashnumba.data.structured import structured
 from flashnumba.stages.flash_forward.mma import plan_mma
+from flashnumba.stages.flash_forward.split import plan_split
 from flashnumba.stages.heads import Heads, Plan, prepare_heads
 from flashnumba.stages.sparsity import mma, problem
 from flashnumba.stages.sparsity import reference as R
+from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
+from flashnumba.tiles.sparse_split import TILE
 
-__all__ = ["DENSE", "KERNELS", "Method", "SparseJudge", "environment", "measure", "shares"]
+__all__ = ["DENSE", "KERNELS", "SPLIT", "DecodeJudge", "DecodeProblem", "Method", "SparseJudge", "environment",
+           "measure", "measure_decode", "shares"]  # fmt: skip
 
-DENSE = "flash_forward.mma"
+DENSE, SPLIT = "flash_forward.mma", "flash_forward.split"
 KERNELS = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction")
 """What can be asked for by name."""
 TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
 HALVINGS = 12
 """Of the interval in which a threshold is searched, in powers of two."""
+
+
+@dataclass(frozen=True)
+class DecodeProblem(Decode):
+    """Sizes of one step, float16."""
+
+    element: str = "float16"
+    batch: int = 16
+    n: int = 16384
 
 
 @dataclass(frozen=True)
@@ -171,11 +187,11 @@ def measure(
     report(size, dense)
     search = partial(_search, make, shape)
     for target in targets if "blasst" in names else ():
-        given = {"limit": search({"vote": "block"}, target)}
+        given = {"limit": search(partial(mma.plan_skip, vote="block"), target)}
         run(Method(f"blasst, {target:.0%}", mma.plan_skip, {"vote": "block"}, given))
     for name, options in (("warp_skip", {}), ("warp_skip_sum", {"keep_sum": True})):
         for target in (targets[0], targets[len(targets) // 2]) if name in names else ():
-            given = {"limit": search({"vote": "warp"}, target)}
+            given = {"limit": search(partial(mma.plan_skip, vote="warp"), target)}
             run(Method(f"{name}, {target:.0%}", mma.plan_skip, {"vote": "warp", **options}, given))
     blocks = -(-p.n // mma.BLOCK_N)
     for share in targets if "sparge" in names else ():
@@ -189,6 +205,61 @@ def measure(
     return size
 
 
+def measure_decode(
+    step: DecodeProblem, *, targets: Sequence[float] = TARGETS, clock: Clock | None = None, until: float = float("inf"),
+    machine: str = "cuda", report: Callable[[Size, Measured], None] = lambda size, measured: None,
+) -> Size:  # fmt: skip
+    """Measure decoding: the dense kernel ``split`` and the one that loads V only where it is needed."""
+    torch, device, _ = place("sparsity", machine)
+    data = structured(step.n, step.d, heads=step.heads, kv_heads=step.kv_heads, batch=step.batch, m=1)
+    q, k, v = (torch.from_numpy(x).to(device) for x in data)
+    make = partial(prepare_heads, q, k, v, causal=False, scale=None, machine=machine, stream=None)
+    shape = make().shape
+    size = Size({**asdict(step), "nbytes": step.nbytes})
+    runner = Runner(
+        size, lambda seconds: {"bytes_per_second": step.nbytes / seconds}, {"of_dense": SPLIT},
+        clock=clock or GraphClock(), until=until,
+    )  # fmt: skip
+    dense = Candidate(SPLIT, partial(launches, partial(plan_split, shape), [(q, k, v)], machine=machine))
+    heads = slice(0, shape.group)
+    judge = Judge(torch, q, k, v, step.element, [PlaceOf(0, 0, heads, slice(0, 1))])
+    report(size, runner.run(dense, judge))
+    for target in targets:
+        limit = _search(make, shape, plan_decode, target)
+        tile_map = problem.run(make(), plan_decode(shape, noted=True), {"limit": limit})["tile_map"]
+        fresh = make()
+        call, _ = problem.bind(fresh, plan_decode(shape), {"limit": limit})
+
+        def timed(call: Callable[[], None] = call, results: Any = fresh.results) -> Any:
+            call()
+            return results
+
+        checked = DecodeJudge(torch, (q, k, v), tile_map, shape)
+        measured = runner.run(Candidate(f"blasst, {target:.0%}", lambda timed=timed: [timed]), checked)
+        measured.figures["skipped"] = shares(tile_map)
+        report(size, measured)
+    return size
+
+
+class DecodeJudge:
+    """Compares all heads of one head of K with float64 over the tiles that a map says were computed."""
+
+    def __init__(self, torch: Any, inputs: tuple[Any, Any, Any], tile_map: Any, shape: Any) -> None:
+        self.torch, self.heads = torch, slice(0, shape.group)
+        q, k, v = inputs
+        some = q[:1, self.heads].float().cpu().numpy()
+        keys, values = (x[:1, :1].float().cpu().numpy() for x in (k, v))
+        s = R.scores(some, keys)
+        tiles = tile_map[:1, :1, :1].cpu().numpy() == COMPUTED
+        kept = np.broadcast_to(np.repeat(tiles, TILE, -1)[..., : shape.n], s.shape)
+        self.exact, self.low = R.attend(s, values, kept)[0], _low(s, values, kept, kept, shape.element)
+
+    def __call__(self, result: Any) -> Comparison:
+        o, lse = result
+        check_written(self.torch, o, lse)
+        return compare(rounded(o[:1, self.heads].float().cpu().numpy(), "float16"), self.exact, self.low)
+
+
 def _left_out(tile_map: Any, shape: Any, tiles: Any, vote: str) -> float:
     """The share of visible tiles whose products with V were not made."""
     rows = unit_rows(tiles, vote)
@@ -198,14 +269,14 @@ def _left_out(tile_map: Any, shape: Any, tiles: Any, vote: str) -> float:
     return float(1 - int((tile_map == COMPUTED).sum()) / max(1, visible))
 
 
-def _search(make: Callable[[], Heads], shape: Any, options: dict[str, Any], target: float) -> float:
+def _search(make: Callable[[], Heads], shape: Any, plan: Callable[..., Plan], target: float) -> float:
     """The limit at which about ``target`` of the visible tiles are left out."""
     if target == 0:
         return -math.inf
     low, high = -40.0, -1e-3
-    plan = mma.plan_skip(shape, **options, noted=True)
+    noted = plan(shape, noted=True)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        made = problem.run(make(), plan, {"limit": middle})
+        made = problem.run(make(), noted, {"limit": middle})
         low, high = (middle, high) if shares(made["tile_map"]) < target else (low, middle)
     return (low + high) / 2

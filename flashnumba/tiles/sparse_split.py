@@ -60,7 +60,9 @@ def make_sparse_split(
         ValueError: tiles of another kind.
     """
     if tiles.slots != 1 or tiles.frags != 1 or tiles.bn % TILE or tiles.nbytes != 2:
-        raise ValueError(f"tiles are {tiles}; they must have one slot, one fragment a warp and a multiple of {TILE} keys")
+        raise ValueError(
+            f"tiles are {tiles}; they must have one slot, one fragment a warp and a multiple of {TILE} keys"
+        )
     d, bm, bn, threads, warps = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.warps
     pitch, slot_bytes, parts_n, tile_bytes = tiles.pitch, tiles.slot, bn // TILE, TILE * tiles.kv_pitch
     steps = make_steps(tiles, element, arch)

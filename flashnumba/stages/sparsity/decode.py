@@ -1,7 +1,7 @@
 """BLASST for few queries: parts of the keys, whose V is loaded only where some row needs it, and their merge.
 
-The kernel is :mod:`flashnumba.tiles.sparse_split`; how many parts there are, :mod:`flashnumba.stages.flash_forward.split`
-says for the dense one.
+The kernel is :mod:`flashnumba.tiles.sparse_split`; how many parts there are is counted as in
+:mod:`flashnumba.stages.flash_forward.split`.
 """
 
 from __future__ import annotations
