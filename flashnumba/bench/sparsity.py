@@ -101,27 +101,31 @@ class SparseJudge:
                 kept = R.expand(tiles == COMPUTED, rows, bn, s.shape[-2], -(-end // bn) * bn)[..., :end]
                 summed = np.ones_like(kept) if method.options.get("keep_sum") else kept
                 exact, lse = R.attend(s, values, kept & ~np.isneginf(s), summed)
-                self.known.append((head, slice(first, last), exact, lse, _low(s, values, kept, summed, shape.element)))
+                self.known.append((head, slice(first, last), exact, lse, *_low(s, values, kept, summed, shape.element)))
 
     def __call__(self, result: Any) -> Comparison:
         o, lse = result
         found = []
-        for head, rows, exact, lse_exact, low in self.known:
+        for head, rows, exact, lse_exact, low, lse_low in self.known:
             found.append(compare(rounded(o[:1, head : head + 1, rows].float().cpu().numpy(), "float16"), exact, low))
             of_lse = lse[:1, head : head + 1, rows].cpu().numpy()
-            found.append(compare(of_lse, lse_exact, lse_exact.astype(np.float32) + np.float32(1e-5)))
+            found.append(compare(of_lse, lse_exact, lse_low))
         bad = next((verdict for verdict in found if not verdict.ok), None)
         if bad is None:
             check_written(self.torch, o, lse)
         return bad or max(found[::2], key=lambda verdict: verdict.error)
 
 
-def _low(s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray, element: str) -> np.ndarray:
-    """The same with weights and results rounded as a kernel has them."""
+def _low(
+    s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray, element: str
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """The same (o, lse) with weights and results rounded as a kernel has them, and sums in float32, key after key."""
     s = np.where(summed, s, -np.inf).astype(np.float32)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    o = rounded(np.where(kept, p, 0), element).astype(np.float32) @ v / p.sum(-1, keepdims=True)
-    return rounded(o, element)
+    top = s.max(-1, keepdims=True)
+    p = np.exp(s - top)
+    total = np.cumsum(p, -1, dtype=np.float32)[..., -1:]
+    o = rounded(np.where(kept, p, 0), element).astype(np.float32) @ v / total
+    return rounded(o, element), (top + np.log(total))[..., 0]
 
 
 def measure(
@@ -252,7 +256,7 @@ class DecodeJudge:
         s = R.scores(some, keys)
         tiles = tile_map[:1, :1, :1].cpu().numpy() == COMPUTED
         kept = np.broadcast_to(np.repeat(tiles, TILE, -1)[..., : shape.n], s.shape)
-        self.exact, self.low = R.attend(s, values, kept)[0], _low(s, values, kept, kept, shape.element)
+        self.exact, self.low = R.attend(s, values, kept)[0], _low(s, values, kept, kept, shape.element)[0]
 
     def __call__(self, result: Any) -> Comparison:
         o, lse = result

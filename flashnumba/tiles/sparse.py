@@ -6,9 +6,13 @@ every bit is the same. What changes is two decisions::
     which K_j come at all      the next number of the row tile's list, or simply the next
     whether S_j is worth it    after S_j = Q K_j^T and before its exponentials, by :mod:`flashnumba.tiles.skip`
 
-A tile left out by the second was copied and multiplied with Q; what it saves is exponentials, sums and the product with
-V, somewhat more than half. V_j comes before it is known whether it is wanted, as else nothing would come ahead of its
-use; :mod:`flashnumba.tiles.sparse_split` is for when memory decides.
+A tile left out by the second was multiplied with Q; what it saves is exponentials, sums and the product with V, a bit
+more than half. V has to be on its way before it is known whether it is wanted, or nothing hides its latency. But tiles
+left out come in runs; so where a block votes (and has two slots) V_j+1 is asked for, after the vote on S_j, if tile j
+was needed. A guess that was wrong costs a copy in vain, or a wait for V_j. When nothing is left out all guesses are
+right; when nearly everything is, V stays in L2, whose bandwidth would else be the limit: at 90 % left out 4.8 TB/s of
+K and V were measured on an H200. Where warps vote alone, V always comes. :mod:`flashnumba.tiles.sparse_split` is for
+when memory decides.
 
 The numbers of a list are loaded two steps before their keys are multiplied, and one before their copy begins.
 
@@ -32,9 +36,10 @@ __all__ = ["COMPUTED", "FAULTS", "SKIPPED", "make_sparse_attend", "unit_rows"]
 
 COMPUTED, SKIPPED = 1, 2
 """In a map of tiles: its exponentials were taken; they were not, as no row needed them. 0: it was not looked at."""
-FAULTS = ("barrier", "v_barrier", "wait", "moved", "next", "count", "tail", "causal")
+FAULTS = ("barrier", "v_barrier", "wait", "moved", "next", "count", "guess", "tail", "causal")
 """What can be planted beside those of :mod:`flashnumba.tiles.skip`: a tile left out still sets the maximum; the copy
-ahead is of the next tile, not of the next on the list; the last of a list is not visited; or as
+ahead is of the next tile, not of the next on the list; the last of a list is not visited; V counts as there though
+nobody asked for it; or as
 :mod:`flashnumba.tiles.forward` has it."""
 
 
@@ -87,7 +92,8 @@ def make_sparse_attend(
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", max(1, warps)
     no_barrier, no_v_barrier, moved = broken == "barrier", broken == "v_barrier", broken == "moved"
-    in_order, short = broken == "next", int(broken == "count")
+    in_order, short, guess_wrong = broken == "next", int(broken == "count"), broken == "guess"
+    late = vote == "block" and slots == 2
 
     @device
     def number_at(numbers, i, j):
@@ -123,11 +129,8 @@ def make_sparse_attend(
                 exponentials(p, s, l, bias, factor, k)
 
     @device
-    def decide(s, acc, m, l, factor, v_lane, limit, flags, step):
-        """The rest of a step after S; returns whether it was worth it."""
-        tops = cuda.local.array(rows_held, float32)
-        find_tops(tops, s)
-        needed = agree(flags, needs(tops, m, factor, limit), step)
+    def finish(s, acc, m, l, factor, v_lane, tops, needed):
+        """The rest of a step, once it is known whether it is worth it."""
         if keep_sum:
             work_or_sum(s, acc, m, l, factor, v_lane, tops, needed)
         elif needed:
@@ -135,7 +138,6 @@ def make_sparse_attend(
         if moved and not needed:
             for r in range(rows_held):
                 m[r] = tops[r]
-        return needed
 
     @device
     def begin_map(tile_map, batch, head, row, lane):
@@ -201,7 +203,8 @@ def make_sparse_attend(
         if scale < float32(0):
             negate_q(q_tile, warp_row, lane)
         load_q(held, q_lane)
-        j, then = following, int64(0)
+        tops = cuda.local.array(rows_held, float32)
+        j, then, fetched = following, int64(0), True
         if last > 1:
             then = number_at(numbers, int64(1), j + 1)
         for i in range(int64(0), last):
@@ -222,9 +225,11 @@ def make_sparse_attend(
                     copy_kv(
                         k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns
                     )
-                    copy_kv(
-                        v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns
-                    )
+                    if not late:
+                        copy_kv(
+                            v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key,
+                            columns,
+                        )  # fmt: skip
             else:
                 at = j * bn
                 copy_kv(v_tile, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns)
@@ -243,7 +248,26 @@ def make_sparse_attend(
                 commit()
             needed = True
             if votes:
-                needed = decide(s, acc, m, l, factor, v_lane + here, limit, flags, uint32(i + 1))
+                find_tops(tops, s)
+                needed = agree(flags, needs(tops, m, factor, limit), uint32(i + 1))
+                if late:
+                    if needed and not fetched:
+                        at = j * bn
+                        copy_kv(
+                            v_tile + here, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns
+                        )
+                        commit()
+                        wait()
+                        if not no_v_barrier:
+                            cuda.syncthreads()  # V_j is there for all
+                    fetched = (needed or guess_wrong) and i + 1 < last
+                    if needed and i + 1 < last:
+                        copy_kv(
+                            v_tile + (uint32(slot_bytes) - here), v_from + key * v.strides[2], v.strides[2],
+                            v.strides[3], n_rows - key, columns,
+                        )  # fmt: skip
+                    commit()
+                finish(s, acc, m, l, factor, v_lane + here, tops, needed)
             else:
                 softmax_pv(s, acc, m, l, factor, v_lane + here)
             if noted and noting and lane == 0:
