@@ -11,7 +11,7 @@ import numpy as np
 
 from flashnumba.data import load_minilm
 from flashnumba.stages import figures
-from flashnumba.stages.sparsity import reference
+from flashnumba.stages.sparsity import reference, sla_stage
 from flashnumba.stages.stage import Case, Result, Rung, Stage
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
         of("warp_skip_sum", rows=unit, keys=keys, threshold=0.05),
         of("block_sparse", rows=rows, keys=keys, causal=True),
         of("sparge", rows=rows, keys=keys),
+        *sla_stage.cases(machine, full),
     )
 
 
@@ -150,6 +151,8 @@ def run_kernel(case: Case, machine: str, name: str) -> np.ndarray:
 
 
 def by_definition(case: Case, machine: str) -> np.ndarray:
+    if sla_stage.is_sla(case):
+        return sla_stage.exact(case)
     q, k, v = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (case.inputs[x] for x in "qkv"))
     s = reference.scores(q, k, causal=bool(case.inputs["causal"]))  # [B, H, M, N]
     return reference.attend(s, v, *kept(case))[0].reshape(case.inputs["q"].shape)
@@ -192,6 +195,7 @@ STAGE = Stage(
         kernel("warp_skip_sum", "the same, what is left out still in the sum"),
         kernel("block_sparse", "the blocks of a mask, as packed lists"),
         kernel("sparge", "a mask predicted from one mean token a block, then its lists"),
+        sla_stage.KERNEL,
     ),
     cases=cases,
     draw=draw,

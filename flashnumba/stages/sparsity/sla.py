@@ -47,6 +47,10 @@ __all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check_options",
 
 DIMENSIONS = (64, 128)
 """Head dimensions that kernels take."""
+CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
+"""What kernels are compiled for."""
+OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
+"""Those whose tiles are others on sm_90, at D = 128."""
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
 KEPT = (
@@ -379,19 +383,22 @@ def check_classes(classes: Any, shape: Shape, of_q: Described) -> Any:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Kernels as they are launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, for the compiler's tables and gates: all of them at D = 128, and those whose
+    registers depend on D at 64."""
     from flashnumba.machine.compiler import CompileCase
 
-    for element, d, arch in (("float16", 128, "90a"), ("float16", 64, "90a"), ("bfloat16", 128, "90a"),
-                             ("float16", 128, "80")):  # fmt: skip
-        shape = Shape(element, 1, 1, 1, 4096, 4096, d, arch=arch)
+    def cases(element: str, d: int, chosen_for: tuple[str, ...], only: tuple[str, ...] = ()) -> Iterator[CompileCase]:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
         for launch in (*plan_forward(shape).launches[1:], *plan_backward(shape).launches):
-            if arch != "90a" and launch.kernel.name != "sparsity.sla dk dv":
-                continue  # the one whose tiles depend on it
-            title = f"{launch.kernel.name} {element} d {d}, tiles for sm_{arch}"
-            chosen = ("80", "86", "89", "100a", "120a") if arch == "80" else ()
-            if launch.kernel.name == "sparsity.sla dk dv" and d == 128 and arch == "90a":
-                chosen = ("90a",)
-            yield CompileCase(
-                title, launch.kernel, signature(shape, launch.args), launch.threads, launch.shared, chosen_for=chosen
-            )
+            name = launch.kernel.name
+            if (only and name not in only) or (not only and name in OF_SM_90):
+                continue
+            title = f"{name} {element} d {d}, tiles for sm_{chosen_for[0]}"
+            wanted = signature(shape, launch.args)
+            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)
+
+    yield from cases("float16", 128, CLAIMED)
+    yield from cases("float16", 128, ("90a",), OF_SM_90)
+    yield from cases("bfloat16", 128, ("90a",), OF_SM_90)
+    yield from cases("float16", 128, tuple(arch for arch in CLAIMED if arch != "90a"), OF_SM_90)
+    yield from cases("float16", 64, CLAIMED, (*OF_SM_90, "sparsity.sla dq", "sparsity.sla rows backward"))

@@ -144,7 +144,9 @@ def make_gather(element: str, transposed: bool = False, arch: str = "80", *, bro
             copy_b(slot + uint32(a_bytes), source, states.strides[2], int64(2), left, states.shape[3] - col0)
         cp_async_commit()
 
-    @kernel(threads=GATHER_THREADS, min_blocks=2, arch=arch, name="sparsity.sla gather")
+    name = "sparsity.sla gather back" if transposed else "sparsity.sla gather"
+
+    @kernel(threads=GATHER_THREADS, min_blocks=2, arch=arch, name=name)
     def gather(w, states, sums):
         smem = cuda.shared.array(0, uint8)
         ring = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
