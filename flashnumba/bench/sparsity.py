@@ -40,8 +40,8 @@ __all__ = ["DENSE", "KERNELS", "SPLIT", "DecodeJudge", "DecodeProblem", "Method"
            "measure", "measure_decode", "shares"]  # fmt: skip
 
 DENSE, SPLIT = "flash_forward.mma", "flash_forward.split"
-KERNELS = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction")
-"""What can be asked for by name."""
+KERNELS = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction", "sla")
+"""What can be asked for by name; the last is measured by :mod:`flashnumba.bench.sla`."""
 TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
 HALVINGS = 12

@@ -130,6 +130,7 @@ def sparsity(
     seconds: Seconds = 400.0,
 ) -> None:
     """Sparse attention beside the dense kernel, on structured data: times, and what was left out."""
+    from flashnumba.bench import sla
     from flashnumba.bench import sparsity as benchmark
     from flashnumba.bench.attention import problems
     from flashnumba.bench.decode import GraphClock
@@ -144,12 +145,15 @@ def sparsity(
         Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
         for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
     ]
+    if "sla" in names:
+        alike = problems(("float16",), *sizes, [False], tokens=tokens, width=width)
+        places += [Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs))) for p in alike]
     for batch, n in _steps(decode):
         step = benchmark.DecodeProblem(batch=batch, n=n)
         title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
         places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
     columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
-    columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal")]
+    columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("critical %", "critical", 100)]
     measure_all(places, columns, out, found, seconds)
 
 

@@ -14,7 +14,7 @@ Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -244,6 +244,11 @@ class Kept:
 
     def launch(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> None:
         """Launch a plan, with new arrays for what of its scratch is not known yet."""
+        with library_stream(self.found, stream):
+            self.bind(plan, known, stream)()
+
+    def bind(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> Callable[[], None]:
+        """What launches a plan again and again, with the same arrays; ``known`` gets those of its scratch too."""
         shape, unit = self.shape, mean_of(tiles_of(self.shape)[1])
         known |= {
             "scale": np.float32(self.scale), "causal": np.int32(shape.causal), "rows": np.int64(shape.m),
@@ -252,13 +257,19 @@ class Kept:
             "eps": np.float32(self.options.eps * unit),
         }  # fmt: skip
         of = sizes(shape)
-        with library_stream(self.found, stream):
-            for name, size in plan.scratch.items():
-                if name not in known:
-                    known[name] = empty_like_kind(self.arrays["q"], size, of[name][0])
-            for launch in plan.launches:
-                args = tuple(known[name] for name in launch.args)
-                self.prepared(launch)(launch.grid, launch.threads, args, stream)
+        for name, size in plan.scratch.items():
+            if name not in known:
+                known[name] = empty_like_kind(self.arrays["q"], size, of[name][0])
+        steps = [
+            (self.prepared(launch), launch.grid, launch.threads, tuple(known[name] for name in launch.args))
+            for launch in plan.launches
+        ]
+
+        def call() -> None:
+            for ready, grid, threads, args in steps:
+                ready(grid, threads, args, stream)
+
+        return call
 
     def prepared(self, launch: Launch) -> Any:
         """A launch, compiled once for each kernel and device."""
