@@ -1,4 +1,4 @@
-"""Attention that leaves out tiles of keys: by threshold, by prediction, or by a mask of your own.
+"""Attention that leaves out tiles of keys: by threshold, by prediction, by a mask of your own, or SLA.
 
 >>> import numpy as np
 >>> from flashnumba.data.structured import structured
@@ -21,6 +21,8 @@ from flashnumba.sparse.methods import (
     sparge_attention,
     warp_skip_attention,
 )
+from flashnumba.sparse.sla import SlaInfo, sla_attention, sla_attention_backward
 
-__all__ = ["BACKENDS", "PUBLISHED", "Calibration", "SparseInfo", "blasst_attention", "block_sparse_attention",
-           "calibrate", "sparge_attention", "warp_skip_attention"]  # fmt: skip
+__all__ = ["BACKENDS", "PUBLISHED", "Calibration", "SlaInfo", "SparseInfo", "blasst_attention",
+           "block_sparse_attention", "calibrate", "sla_attention", "sla_attention_backward", "sparge_attention",
+           "warp_skip_attention"]  # fmt: skip
