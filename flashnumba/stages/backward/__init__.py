@@ -133,7 +133,7 @@ def draw(results: Sequence[Result]) -> Figure:
     do = np.random.default_rng(0).standard_normal(q.shape)
     p = safe(np.where(reference.visible(64, 64, True), q @ k.T / np.sqrt(q.shape[-1]), -np.inf))  # [M, N]
     ds = p * (do @ v.T - ((p @ v) * do).sum(-1)[:, None])  # [M, N]
-    most = np.quantile(np.abs(ds[ds != 0]), 0.97)  # the pair with a score of 79 has dS so large that all else were white
+    most = np.quantile(np.abs(ds[ds != 0]), 0.97)  # beside the pair with a score of 79 all else were white
     gradient.imshow(ds, cmap="RdBu", vmin=-most, vmax=most)
     title = f"dS of 64 tokens, causal, colours to {most:.2g}: each row's sum is 0"
     gradient.set(title=title, xlabel="key", ylabel="query")
