@@ -367,5 +367,6 @@ def _on_numpy(
         return result
     shape = problem.shape
     visible = reference.visible_blocks(shape.m, shape.n, rows, keys, shape.causal)  # [R, C]
-    tile_map = np.where(blocks & visible, 1, np.where(visible, 2, 0)).astype(np.uint8)  # [B, H, R, C]
+    other = 0 if given_mask else np.where(visible, 2, 0)  # [R, C]
+    tile_map = np.where(blocks & visible, 1, other).astype(np.uint8)  # [B, H, R, C]
     return result, SparseInfo(tile_map, (rows, keys), threshold, blocks.astype(np.uint8) if given_mask else None)
