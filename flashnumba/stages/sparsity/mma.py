@@ -192,6 +192,13 @@ def compile_cases() -> Iterator[CompileCase]:
         wanted = signature("float16", launch.args)
         title = f"sparsity.blasst_decode float16 d {d}"
         yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared)
+    for arch in (("80",), ("86", "89"), ("100a", "120a"), ("75",)):
+        shape = Shape("float16", 1, 1, 1, 4096, 4096, 128, arch=arch[0])
+        yield case("blasst", plan_skip(shape, vote="block"), "float16", 128, arch)
+        yield case("block_sparse", plan_blocks(shape), "float16", 128, arch)
+    shape = Shape("bfloat16", 1, 1, 1, 4096, 4096, 128)
+    yield case("blasst", plan_skip(shape, vote="block"), "bfloat16", 128, ("90a",))
+    shape = Shape("float16", 1, 1, 1, 4096, 4096, 128)
     for launch in plan_sparge(shape).launches[:-1]:
         name = launch.kernel.name
         yield CompileCase(
