@@ -70,7 +70,12 @@ def automodule(name: str, pages: set[str]) -> str:
 def pages() -> dict[str, str]:
     """Markdown for each page under ``api/``, by name."""
     groups = {
-        "attention": ["flashnumba.attention", "flashnumba.gradients", "flashnumba.fp8"],
+        "attention": [
+            "flashnumba.attention",
+            "flashnumba.gradients",
+            "flashnumba.fp8",
+            *modules_of("flashnumba.sparse"),
+        ],  # fmt: skip
         "stages": stages(),
         "tiles": modules_of("flashnumba.tiles"),
         "machine": [f"flashnumba.machine.{name}" for name in MACHINE],

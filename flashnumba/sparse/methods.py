@@ -66,7 +66,8 @@ def blasst_attention(
     Args:
         q, k, v, causal, scale: as :func:`flashnumba.attention.attention`; float16 or bfloat16.
         threshold: weights below this part of the row's greatest may be left out, 0 <= threshold < 1; 0 leaves out
-            nothing and is attention bit for bit. It should go down as 1 / N.
+            nothing, and is ``flash_forward.mma`` with tiles of 64 keys bit for bit: from a head dimension of 65 on
+            that is what ``attention`` launches on most GPUs. It should go down as 1 / N.
         target_sparsity: instead of a threshold, the share of tiles to leave out: by ``calibration``.
         calibration: of :func:`flashnumba.sparse.calibrate`; :data:`flashnumba.sparse.PUBLISHED` if None, which are
             another model's.
@@ -367,5 +368,6 @@ def _on_numpy(
         return result
     shape = problem.shape
     visible = reference.visible_blocks(shape.m, shape.n, rows, keys, shape.causal)  # [R, C]
-    tile_map = np.where(blocks & visible, 1, np.where(visible, 2, 0)).astype(np.uint8)  # [B, H, R, C]
+    other = 0 if given_mask else np.where(visible, 2, 0)  # [R, C]
+    tile_map = np.where(blocks & visible, 1, other).astype(np.uint8)  # [B, H, R, C]
     return result, SparseInfo(tile_map, (rows, keys), threshold, blocks.astype(np.uint8) if given_mask else None)

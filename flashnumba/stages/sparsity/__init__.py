@@ -11,6 +11,7 @@ import numpy as np
 
 from flashnumba.data import load_minilm
 from flashnumba.stages import figures
+from flashnumba.stages.softmax.reference import safe
 from flashnumba.stages.sparsity import reference, sla_stage
 from flashnumba.stages.stage import Case, Result, Rung, Stage
 
@@ -79,7 +80,8 @@ def case(
     chosen, summed = kept(made)
     q, k, v = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (q, k, v))
     s = reference.scores(q, k, causal=causal)  # [B, H, M, N]
-    exact, _ = reference.attend(s, v, chosen, summed)  # [B, H, M, D]
+    weights = np.where(chosen, safe(np.where(summed, s, -np.inf)), 0)  # [B, H, M, N]
+    exact = weights @ np.repeat(v, s.shape[1] // v.shape[1], axis=1).astype(np.float64)  # [B, H, M, D]
     low = low_precision(s, v, chosen, summed)  # [B, H, M, D]
     shape = given["q"].shape
     return Case(made.name, given, exact.reshape(shape), low.astype(q.dtype).reshape(shape), size)

@@ -188,10 +188,17 @@ def compile_cases() -> Iterator[CompileCase]:
             yield case(name, plan_skip(shape, **options), "float16", d, ("90a",))
         yield case("block_sparse", plan_blocks(shape), "float16", d, ("90a",))
         yield case("sparge", plan_sparge(shape, vote="warp"), "float16", d, ("90a",))
-        launch = plan_decode(Shape("float16", 16, 64, 8, 1, 8192, d)).launches[0]
-        wanted = signature("float16", launch.args)
-        title = f"sparsity.blasst_decode float16 d {d}"
-        yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared)
+        for arch in (("90a", "120a"), ("80", "86")):
+            launch = plan_decode(Shape("float16", 16, 64, 8, 1, 8192, d, arch=arch[0])).launches[0]
+            title, wanted = f"sparsity.blasst_decode float16 d {d} for sm_{arch[0]}", signature("float16", launch.args)
+            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=arch)
+    for arch in (("80",), ("86", "89"), ("100a", "120a"), ("75",)):
+        shape = Shape("float16", 1, 1, 1, 4096, 4096, 128, arch=arch[0])
+        yield case("blasst", plan_skip(shape, vote="block"), "float16", 128, arch)
+        yield case("block_sparse", plan_blocks(shape), "float16", 128, arch)
+    shape = Shape("bfloat16", 1, 1, 1, 4096, 4096, 128)
+    yield case("blasst", plan_skip(shape, vote="block"), "bfloat16", 128, ("90a",))
+    shape = Shape("float16", 1, 1, 1, 4096, 4096, 128)
     for launch in plan_sparge(shape).launches[:-1]:
         name = launch.kernel.name
         yield CompileCase(

@@ -24,19 +24,20 @@ def data(
     """q, k and v in stretches of rows and of keys about one of three things, so that whole tiles fit or do not.
 
     Keys fit more or less: at a scale of ``1 / sqrt(32)`` the exponents of 2 of those that fit best are 16, of others 11
-    and 8 of the same. Every fourth stretch of rows is about nothing and sees all keys alike. The first keys are against
-    everything, so that the first scores are below zero. No two heads are alike.
+    and 8 of the same. Every fourth stretch of rows is about nothing and sees all keys alike, and so do the last rows of
+    the one before. The first keys are against everything, so that the first scores are below zero. No two heads of keys
+    are alike.
     """
     rng = np.random.default_rng((seed, m, n, d))
-    size = 8 * (d / 32) ** 0.25
-    about = np.eye(4, d) * size
+    about = np.eye(4, d) * 8 * (d / 32) ** 0.25
     about[3] = 0
-    of_q = (np.arange(m) // stretch[0])[None] + np.arange(heads)[:, None]  # [heads, m]
-    runs = rng.integers(0, 4, (kv_heads, -(-n // stretch[1])))
-    fit = rng.choice((1.0, 0.7, 0.5), runs.shape)
-    of_k, fit = (np.repeat(x, stretch[1], 1)[:, :n] for x in (runs, fit))  # [kv_heads, n]
-    q = about[of_q % 4] + 0.1 * rng.standard_normal((heads, m, d))
-    k = fit[..., None] * about[of_k] + 0.1 * rng.standard_normal((kv_heads, n, d))
+    kinds_q = (np.arange(m) // stretch[0])[None] + np.arange(heads)[:, None] * kv_heads // heads  # [heads, m]
+    kinds_q = np.where((kinds_q % 4 == 2) & (np.arange(m) % stretch[0] >= 3 * stretch[0] // 4), 3, kinds_q)
+    runs = np.arange(-(-n // stretch[1]))[None] - 1 + np.arange(kv_heads)[:, None]  # [kv_heads, runs]
+    fit = np.take((1.0, 1.0, 1.0, 1.0, 0.7, 0.5, 0.7, 0.5), runs, mode="wrap")
+    kinds_k, fit = (np.repeat(x, stretch[1], 1)[:, :n] for x in (runs, fit))  # [kv_heads, n]
+    q = about[kinds_q % 4] + 0.1 * rng.standard_normal((heads, m, d))
+    k = fit[..., None] * about[kinds_k % 4] + 0.1 * rng.standard_normal((kv_heads, n, d))
     k[:, : stretch[1]] = -0.6 * about.sum(0)
     v = rng.standard_normal((kv_heads, n, d)) + np.arange(kv_heads)[:, None, None]
     return tuple(x[None].astype(dtype) for x in (q, k, v))

@@ -92,7 +92,7 @@ def test_scales(machine, scale):
 
 @pytest.mark.parametrize(
     "broken, vote",
-    [("tile_wide", "block"), ("unscaled", "warp"), ("first", "block"), ("alone", "block"), ("vote_barrier", "block"),
+    [("tile_wide", "warp"), ("unscaled", "warp"), ("first", "block"), ("alone", "block"), ("vote_barrier", "block"),
      ("stale_flag", "block"), ("padding", "block"), ("moved", "warp"), ("barrier", "block"), ("wait", "warp"),
      ("tail", "block"), ("causal", "warp"), ("guess", "block"), ("v_barrier", "block")],
 )  # fmt: skip
@@ -201,7 +201,7 @@ def test_decoding_with_threshold_0_is_the_dense_split_bit_for_bit(machine):
     "broken", ["barrier", "vote_barrier", "v_barrier", "wait", "v_wait", "alone", "padding", "tail"]
 )
 def test_planted_faults_of_decoding(broken):
-    qkv = data(7, 300, heads=8, kv_heads=2, stretch=(4, 32))
+    qkv = data(7, 300, heads=8, kv_heads=2, stretch=(2 if broken == "tail" else 4, 32))  # with rows about nothing
     sound = run(decoding(WIDE_STEP), qkv, {"limit": limit_of(THRESHOLD)})
     try:
         o, lse, made = run(decoding(WIDE_STEP, broken=broken), qkv, {"limit": limit_of(THRESHOLD)})
