@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import ARGUMENTS
-from flashnumba.stages.sparsity import lists, predict, sla
+from flashnumba.stages.sparsity import lists, predict, sla_plans
 from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
@@ -197,4 +197,4 @@ def compile_cases() -> Iterator[CompileCase]:
         yield CompileCase(
             f"{name} float16", launch.kernel, signature("float16", launch.args), launch.threads, launch.shared
         )
-    yield from sla.compile_cases()
+    yield from sla_plans.compile_cases()

@@ -1,12 +1,10 @@
 """Host side of SLA: check the arguments, launch the kernels one after the other, keep what the gradients need.
 
-Forward: ``features`` of q and of k, ``classify``, ``row lists``, ``states``, ``gather``, ``attend``, ``combine``.
-Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``. They are
-on tensor cores where they multiply tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits
-every time.
+Which kernels that are :mod:`flashnumba.stages.sparsity.sla_plans` says. They are on tensor cores where they multiply
+tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits every time.
 
-Beside its inputs and o a forward keeps phi of q and of k, O^s and O^l (of their sizes), the sums H (D + 1 numbers of 16
-bits a row of q for tiles of 64: twice as many bytes as q at D = 128), five numbers a row, and the map.
+Beside its inputs and o a forward keeps phi of q and of k, O^s and O^l (of their sizes), the sums H (D (D + 1) numbers
+of 16 bits for 64 rows: twice as many bytes as q at D = 128), five numbers a row, and the map.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -14,73 +12,39 @@ Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import Described, describe, empty_like_kind
-from flashnumba.machine.numba import types
 from flashnumba.stages import heads
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
-from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_linear_backward, sla_states
-from flashnumba.stages.sparsity.sla_features import THREADS, make_features
-from flashnumba.stages.sparsity.sla_lists import (
-    KEY_THREADS,
-    classify_warps,
-    make_classify,
-    make_key_lists,
-    make_row_lists,
+from flashnumba.stages.sparsity.sla_plans import (
+    DEFAULT,
+    Options,
+    plan_backward,
+    plan_forward,
+    signature,
+    sizes,
+    tiles_of,
 )
-from flashnumba.stages.sparsity.sla_reference import BLOCK, EPS, FEATURES, FORMS, MILLION, mean_of
-from flashnumba.tiles.forward import tier
+from flashnumba.stages.sparsity.sla_reference import EPS, FEATURES, FORMS, MILLION, mean_of
 
-if TYPE_CHECKING:
-    from flashnumba.machine.compiler import CompileCase
-
-__all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check_options", "compile_cases", "forward",
-           "plan_backward", "plan_forward", "signature"]  # fmt: skip
+__all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check", "check_options", "forward", "plan_backward",
+           "plan_forward", "signature", "sizes", "tiles_of"]  # fmt: skip
 
 DIMENSIONS = (64, 128)
 """Head dimensions that kernels take."""
-CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
-"""What kernels are compiled for."""
-OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
-"""Those whose tiles are others on sm_90, at D = 128."""
-PARTS = 264
-"""Blocks that share out dproj: two for each multiprocessor of an H200."""
 KEPT = (
     "q", "k", "v", "proj", "o_s", "o_l", "phi_q", "phi_k", "lse", "origin", "bias", "share", "classes", "lists",
     "counts", "weights", "sums",
 )  # fmt: skip
 """What the forward keeps for the gradients, by name."""
-OF_INPUT = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
-SCALARS = {
-    "scale": types.float32, "causal": types.int32, "rows": types.int64, "keys": types.int64, "critical": types.int64,
-    "negligible": types.int64, "unit": types.float32, "eps": types.float32,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Options:
-    """How SLA is computed, checked by :func:`check_options`.
-
-    Attributes:
-        critical, negligible: shares of a row's tiles.
-        feature_map, form, eps: as :mod:`~flashnumba.stages.sparsity.sla_reference` says them.
-        projected: there is a projection; without one it is the identity.
-    """
-
-    critical: float = 0.05
-    negligible: float = 0.10
-    feature_map: str = "softmax"
-    form: str = "paper"
-    eps: float = 0.0
-    projected: bool = True
 
 
 def check_options(
@@ -108,128 +72,6 @@ def check_options(
     return Options(float(critical), float(negligible), feature_map, form, float(eps), projected)
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-def sizes(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Elements and shape of everything that kernels leave for one another, by name."""
-    b, h, m, n, d, element = shape.batch, shape.heads, shape.m, shape.n, shape.d, shape.element
-    i, j = tiles_of(shape)
-    parts = min(PARTS, b * h * i)
-    return {
-        **dict.fromkeys(("phi_q", "o_s", "o_l"), (element, (b, h, m, d))), "phi_k": (element, (b, h, n, d)),
-        "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, h, d, j)), "classes": ("int8", (b, h, i, j)),
-        "lists": ("int32", (b, h, i, j)), "counts": ("int32", (b, h, i)), "key_lists": ("int32", (b, h, j, i)),
-        "key_counts": ("int32", (b, h, j)), "weights": (element, (b, h, i, -(-j // 8) * 8)),
-        **dict.fromkeys(("states", "dstates"), (element, (b, h, j, d * (d + 1)))),
-        **dict.fromkeys(("sums", "dsums"), (element, (b, h, i, d * (d + 1)))),
-        **dict.fromkeys(("lse", "origin", "bias", "share", "delta"), ("float32", (b, h, m))),
-        "parts": ("float32", (parts, d, d)), "dproj": ("float32", (d, d)), "proj": (element, (d, d)),
-    }  # fmt: skip
-
-
-def tiles_of(shape: Shape) -> tuple[int, int]:
-    """Row tiles and key tiles of a head."""
-    return -(-shape.m // BLOCK), -(-shape.n // BLOCK)
-
-
-def gather_blocks(rows: int, shape: Shape) -> int:
-    across = -(-shape.d * (shape.d + 1) // sla_states.GATHER_TILE)
-    return -(-rows // sla_states.GATHER_TILE) * across * shape.batch * shape.heads
-
-
-def plan_forward(shape: Shape, options: Options = Options(), *, given: bool = False) -> Plan:
-    """The forward; ``given``: the map is the caller's."""
-    d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
-    i, j = tiles_of(shape)
-    features = make_features(d, element, options.feature_map, arch)
-    attend = sla_forward.forward_tiles(d, shape.arch)
-    launches = [
-        Launch(features, i * all_heads, THREADS, 0, ("q", "phi_q", "q_means")),
-        Launch(features, j * all_heads, THREADS, 0, ("k", "phi_k", "k_means")),
-    ]
-    if not given:
-        of_map = ("q_means", "k_means", "classes", "rows", "keys", "critical", "negligible", "causal")
-        warps = classify_warps(j)
-        blocks = -(-i // warps) * all_heads
-        launches.append(Launch(make_classify(d, warps), blocks, 32 * warps, 4 * j * warps, of_map))
-    launches += [
-        Launch(
-            make_row_lists(element, options.form, arch), i * all_heads, 32, 0,
-            ("classes", "lists", "counts", "weights", "unit"),
-        ),
-        Launch(
-            sla_states.make_states(d, element, arch), j * all_heads, 128, sla_states.states_shared(d),
-            ("phi_k", "v", "states"),
-        ),
-        Launch(
-            sla_states.make_gather(element, False, arch), gather_blocks(i, shape), sla_states.GATHER_THREADS,
-            sla_states.GATHER_SHARED, ("weights", "states", "sums"),
-        ),
-        Launch(
-            sla_forward.make_attend(attend, element, arch), i * all_heads, attend.threads, attend.shared,
-            ("q", "k", "v", "o_s", "lse", "origin", "bias", "lists", "counts", "scale", "causal"),
-        ),
-        Launch(
-            sla_forward.make_combine(d, element, options.projected, arch), i * all_heads, 128,
-            sla_forward.combine_shared(d), ("phi_q", "sums", "proj", "o_s", "o_l", "o", "share", "eps"),
-        ),
-    ]  # fmt: skip
-    return Plan(tuple(launches), scratch_of(shape, launches))
-
-
-def plan_backward(shape: Shape, options: Options = Options()) -> Plan:
-    """The gradients, from what the forward has kept."""
-    d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
-    i, j = tiles_of(shape)
-    of_rows, of_keys = sla_backward.dq_tiles(d, shape.arch), sla_backward.dkdv_tiles(d, shape.arch)
-    statistics = ("delta", "origin", "bias")
-    key_blocks, parts, linear = -(-j // KEY_THREADS) * all_heads, min(PARTS, i * all_heads), sla_linear_backward
-    launches = [
-        Launch(make_key_lists(), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
-        Launch(
-            linear.make_rows(d, element, options.feature_map, options.projected, arch), i * all_heads, 128,
-            linear.rows_shared(d), ("do", "o_s", "o_l", "phi_q", "sums", "proj", "share", "dq", "dsums", "delta"),
-        ),
-        Launch(
-            sla_states.make_gather(element, True, arch), gather_blocks(j, shape), sla_states.GATHER_THREADS,
-            sla_states.GATHER_SHARED, ("weights", "dsums", "dstates"),
-        ),
-        Launch(
-            linear.make_keys(d, element, options.feature_map, arch), j * all_heads, 128, linear.keys_shared(d),
-            ("v", "phi_k", "dstates", "dk", "dv"),
-        ),
-        Launch(
-            sla_backward.make_dq(of_rows, element, arch), i * all_heads, of_rows.threads, of_rows.shared,
-            ("q", "k", "v", "do", "dq", *statistics, "lists", "counts", "scale", "causal"),
-        ),
-        Launch(
-            sla_backward.make_dkdv(of_keys, element, arch), j * all_heads, of_keys.threads, of_keys.shared,
-            ("q", "k", "v", "do", "dk", "dv", *statistics, "key_lists", "key_counts", "scale", "causal"),
-        ),
-    ]  # fmt: skip
-    if options.projected:
-        launches += [
-            Launch(linear.make_project(d, element, arch), parts, 128, linear.project_shared(d), ("o_l", "do", "parts")),
-            Launch(linear.make_add_up(), d * d // 128, 128, 0, ("parts", "dproj")),
-        ]
-    return Plan(tuple(launches), scratch_of(shape, launches))
-
-
-def scratch_of(shape: Shape, launches: list[Launch]) -> dict[str, tuple[int, ...]]:
-    known = sizes(shape)
-    return {name: known[name][1] for launch in launches for name in launch.args if name in known}
-
-
-def signature(shape: Shape, args: tuple[str, ...]) -> tuple[Any, ...]:
-    """Numba types of a kernel's arguments: the caller's arrays of any strides, the others packed."""
-    plain = {"float16": types.float16, "bfloat16": types.uint16}[shape.element]
-    known = {name: types.Array(plain, 4, "A") for name in OF_INPUT} | SCALARS
-    for name, (kind, size) in sizes(shape).items():
-        of = plain if kind == shape.element else getattr(types, kind)
-        known[name] = types.Array(of, len(size), "A" if name == "proj" else "C")
-    return tuple(known[a] for a in args)
-
-
-# -- a problem ---------------------------------------------------------------------------------------------------------
 @dataclass
 class Kept:
     """A forward's problem and what it leaves: arrays by name, of the caller's kind."""
@@ -284,7 +126,7 @@ class Kept:
 
 
 def forward(
-    q: Any, k: Any, v: Any, proj: Any = None, options: Options = Options(), *, causal: bool = False,
+    q: Any, k: Any, v: Any, proj: Any = None, options: Options = DEFAULT, *, causal: bool = False,
     scale: float | None = None, classes: Any = None, machine: str = "auto", stream: Any = None,
 ) -> tuple[Any, Kept]:  # fmt: skip
     """(o, what the gradients need) by kernels.
@@ -310,7 +152,7 @@ def forward(
     of_q = found["q"]
     machine, arch = machine_of(machine, of_q, "q")
     shape = replace(shape, arch=arch)
-    if (shape.element == "bfloat16" and tier(arch) == "75") or int(arch.rstrip("a")) < 80:
+    if int(arch.rstrip("a")) < 80:
         raise ValueError(f"q is on sm_{arch}; SLA's kernels need sm_80 or later")
     options = replace(options, projected=proj is not None)
     with library_stream(of_q, stream):
@@ -391,25 +233,3 @@ def check_classes(classes: Any, shape: Shape, of_q: Described) -> Any:
             f"classes is {found.element} of shape {found.shape}; it must be int8 of shape {wanted}, in one place with q"
         )
     return classes
-
-
-def compile_cases() -> Iterator[CompileCase]:
-    """Kernels as they are launched, for the compiler's tables and gates: all of them at D = 128, and those whose
-    registers depend on D at 64."""
-    from flashnumba.machine.compiler import CompileCase
-
-    def cases(element: str, d: int, chosen_for: tuple[str, ...], only: tuple[str, ...] = ()) -> Iterator[CompileCase]:
-        shape = Shape(element, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
-        for launch in (*plan_forward(shape).launches[1:], *plan_backward(shape).launches):
-            name = launch.kernel.name
-            if (only and name not in only) or (not only and name in OF_SM_90):
-                continue
-            title = f"{name} {element} d {d}, tiles for sm_{chosen_for[0]}"
-            wanted = signature(shape, launch.args)
-            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)
-
-    yield from cases("float16", 128, CLAIMED)
-    yield from cases("float16", 128, ("90a",), OF_SM_90)
-    yield from cases("bfloat16", 128, ("90a",), OF_SM_90)
-    yield from cases("float16", 128, tuple(arch for arch in CLAIMED if arch != "90a"), OF_SM_90)
-    yield from cases("float16", 64, CLAIMED, (*OF_SM_90, "sparsity.sla dq", "sparsity.sla rows backward"))
