@@ -84,12 +84,11 @@ def test_a_module_learns_under_autocast(torch):
     """Its parameters stay float32; the linear part finds what few critical tiles leave out."""
     from flashnumba.torch.sla import SparseLinearAttention
 
-    q, k, v = (torch.randn(1, 2, 1024, 64, device="cuda") for _ in range(3))
-    v += 1
+    q, k, v = (torch.randn(1, 2, 512, 64, device="cuda") for _ in range(3))
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    module = SparseLinearAttention(64, critical=0.1, device="cuda")
+    module = SparseLinearAttention(64, critical=0.25, negligible=0.0, device="cuda")
     optimizer, losses = torch.optim.Adam(module.parameters(), 0.02), []
-    for _ in range(40):
+    for _ in range(25):
         with torch.autocast("cuda", torch.bfloat16):
             o = module(q, k, v)
         assert o.dtype == torch.bfloat16
@@ -98,4 +97,4 @@ def test_a_module_learns_under_autocast(torch):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert all(x.dtype == torch.float32 for x in module.parameters()) and losses[-1] < 0.9 * losses[0]
+    assert all(x.dtype == torch.float32 for x in module.parameters()) and losses[-1] < 0.8 * losses[0]
