@@ -39,7 +39,17 @@ from flashnumba.ladder import find, measure
 from flashnumba.machine.emulator import Fault
 from flashnumba.sparse import PUBLISHED, calibrate
 from flashnumba.stages import heads
-from flashnumba.stages.sparsity import SPARGE, low_precision, mma, panels, predict, problem, reference
+from flashnumba.stages.sparsity import (
+    SPARGE,
+    low_precision,
+    mma,
+    panels,
+    predict,
+    problem,
+    reference,
+    sla_reference,
+    sla_stage,
+)
 from flashnumba.tiles import skip, sparse
 from flashnumba.tiles.attention import AttentionTiles
 
@@ -208,6 +218,57 @@ lesson.table(
     ("kernel, on sm_90a", "threads", "registers a thread", "spilled bytes", "shared, KB"),
     [(name, r.threads, r.registers, r.spills, f"{r.shared / 1024:.0f}") for name, (r, _) in found.items()],
 )
+
+# %% [markdown]
+# ### The third school: the small ones together
+#
+# What is left out so far is lost. SLA sorts tiles into three classes, by the same pooled guess: softmax attention for
+# the *critical* ones, nothing for the *negligible* ones, and for the *marginal* ones linear attention. Their weights
+# are small and alike, so that a matrix of low rank will do, and that costs a state for each tile of keys,
+# $h_j = \phi(K_j)^T V_j$ and $z_j$, whatever the number of rows:
+#
+# $$O = O^s + \frac{\phi(Q) H}{\phi(Q) Z} W, \qquad H_i = \sum_{j\ \mathrm{marginal}} h_j$$
+#
+# Each row tile sums the states of its own list. One by one that would read more memory than dense attention takes time;
+# but a sum over lists is a product with a matrix of ones and zeros, and tensor cores have it almost for nothing. The
+# projection $W$ is learned, together with the model: SLA is for fine-tuning. Gradients are kernels too, without atomics
+# (`flashnumba.torch.sla.SparseLinearAttention` is a module). Here $W$ is fitted to every second row of a head, and the
+# others are asked.
+#
+# **Predict:** of which heads does the linear part take back more, of those that look at few tokens or at many?
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+figure, axes = plt.subplots(1, 1, figsize=(5, 4.2))
+sla_stage.draw_classes(axes, *(x[0, 2].astype(np.float64) for x in (data.q, data.k)))
+plt.show()
+
+
+# %%
+def fitted(layer: int, head: int, critical: float) -> tuple[float, float]:
+    """Relative errors of the softmax part alone, and with a fitted linear part; tiles of 16 tokens."""
+    q, k, v = (x[layer, head].astype(np.float64) for x in (data.q, data.k, data.v))
+    dense = sla_reference.attend(q, k, v, sla_reference.classify(q, k, 1.0, 0.0, block=16), block=16).o
+    found = sla_reference.attend(q, k, v, sla_reference.classify(q, k, critical, 0.0, block=16), block=16)
+    known = np.arange(len(q)) % 2 == 0
+    w = np.linalg.lstsq(found.o_l[known], (dense - found.o_s)[known], rcond=None)[0]
+    both = found.o_s + found.o_l @ w
+    return tuple(np.linalg.norm((o - dense)[~known]) / np.linalg.norm(dense[~known]) for o in (found.o_s, both))
+
+
+rows = []
+for layer in range(2):
+    for head in (0, 2, 6):
+        errors = [fitted(layer, head, critical) for critical in (0.05, 0.25)]
+        rows.append((f"layer {data.layers[layer]}, head {head}", *(f"{x:.0%}" for pair in errors for x in pair)))
+lesson.table(
+    ("real head", "5 %: softmax part", "with linear part", "25 %: softmax part", "with linear part"), rows,
+    "Error of O in rows that W was not fitted to, by the share of critical tiles.",
+)  # fmt: skip
+
+# %% [markdown]
+# Where attention is spread out, the linear part takes back a half or two thirds of the error; where it is sharp, there
+# is nothing of low rank left to find, and a fit to half of the rows can even do harm. Without fine-tuning none of these
+# errors would do for a model: SLA's authors train for 2000 steps, and then keep 5 %.
 
 # %% [markdown]
 # ## On real data
