@@ -18,7 +18,7 @@ from flashnumba.stages.stage import Case, Result, Rung, Stage
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flashnumba.stages.heads import Shape
+    from flashnumba.stages import heads
     from flashnumba.tiles.attention import AttentionTiles
 
 __all__ = ["METHODS", "STAGE", "case", "kept", "tiles_of"]
@@ -29,7 +29,7 @@ SPARGE = {"alike": 0.3, "cdf": 0.7}
 """Tokens of the real heads are not much alike; with the defaults for long sequences nothing would be left out."""
 
 
-def tiles_of(shape: Shape, machine: str) -> AttentionTiles:
+def tiles_of(shape: heads.Shape, machine: str) -> AttentionTiles:
     """Those that are launched; on the emulator small ones, so that a small problem has several."""
     from flashnumba.stages.sparsity.mma import sparse_tiles
     from flashnumba.tiles.attention import AttentionTiles

@@ -1,9 +1,11 @@
 """The forward of SLA: softmax attention over a row tile's list of key tiles, and the linear part with the sum of both.
 
-``attend``      the flash forward's steps, whose next key tile is the list's and not the next one. It leaves O^s, lse,
-                and of each row what the gradients make its weights of: the maximum of S and log2 of the sum, apart, so
-                that scores of any size lose nothing.
-``combine``     O^l = phi(Q_i) H_i / (phi(Q_i) Z_i), then O = O^s + O^l proj, a block for each row tile.
+``attend``
+    The flash forward's steps, whose next key tile is the list's and not the next one. It leaves O^s, lse, and of each
+    row what the gradients make its weights of: the maximum of S and log2 of the sum, apart, so that scores of any size
+    lose nothing.
+``combine``
+    O^l = phi(Q_i) H_i / (phi(Q_i) Z_i), then O = O^s + O^l proj, a block for each row tile.
 
 What changed beside :mod:`flashnumba.tiles.forward`: 64 rows a block, since that is what shares a list. Rows of one
 fragment a warp read K and V from shared memory for 16 rows at a time where dense blocks do it for 32, and K and V come

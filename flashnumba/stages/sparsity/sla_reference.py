@@ -50,8 +50,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["BLOCK", "CUT", "EPS", "FEATURES", "FORMS", "UNSEEN", "Result", "attend", "classify", "counts", "features",
-           "gradients", "linear_tiles", "low_precision", "pull_back"]  # fmt: skip
+__all__ = ["BLOCK", "CUT", "EPS", "FEATURES", "FORMS", "UNSEEN", "SlaResult", "attend", "classify", "counts",
+           "features", "gradients", "linear_tiles", "low_precision", "pull_back"]  # fmt: skip
 
 BLOCK = 64
 """Rows and keys of a tile."""
@@ -64,7 +64,7 @@ EPS = {"paper": 0.0, "rest": 0.0, "all": 1e-5}
 MILLION = 1_000_000
 
 
-class Result(NamedTuple):
+class SlaResult(NamedTuple):
     """What the forward gives, and keeps for the gradients.
 
     Attributes:
@@ -153,7 +153,7 @@ def attend(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, classes: np.ndarray, proj: np.ndarray | None = None, *,
     feature_map: str = "softmax", form: str = "paper", eps: float | None = None, causal: bool = False,
     scale: float | None = None, block: int = BLOCK,
-) -> Result:  # fmt: skip
+) -> SlaResult:  # fmt: skip
     """The forward in float64, with all weights in memory; ``proj`` None is the identity."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     scale, eps = 1 / sqrt(q.shape[-1]) if scale is None else scale, EPS[form] if eps is None else eps
@@ -164,7 +164,7 @@ def attend(
     total = a.sum(-1, keepdims=True) + eps  # [..., M, 1]
     o_l = (a @ v) / np.where(total == 0, 1, total)  # [..., M, D]
     o = o_s + (o_l if proj is None else o_l @ proj.astype(np.float64))
-    return Result(o, o_s, o_l, lse)
+    return SlaResult(o, o_s, o_l, lse)
 
 
 def gradients(
@@ -218,7 +218,7 @@ def low_precision(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, classes: np.ndarray, proj: np.ndarray | None = None,
     do: np.ndarray | None = None, *, feature_map: str = "softmax", form: str = "paper", eps: float | None = None,
     causal: bool = False, scale: float | None = None, block: int = BLOCK,
-) -> tuple[Result, tuple[np.ndarray, ...]]:  # fmt: skip
+) -> tuple[SlaResult, tuple[np.ndarray, ...]]:  # fmt: skip
     """The forward, and (dq, dk, dv, dproj) if ``do`` is given, in float32 with roundings where kernels have them.
 
     Rounded to the dtype of q are what kernels hand to a tensor core or to one another: weights of the softmax and dS,
@@ -250,7 +250,7 @@ def low_precision(
     o_l = _flat(o_l_tiles, m)  # [..., M, D]
     w = None if proj is None else rounded(proj)  # [D, D]
     o = (o_s + (o_l if w is None else o_l @ w)).astype(dtype)
-    forward = Result(o, o_s.astype(dtype), o_l.astype(dtype), lse)
+    forward = SlaResult(o, o_s.astype(dtype), o_l.astype(dtype), lse)
     if do is None:
         return forward, ()
 

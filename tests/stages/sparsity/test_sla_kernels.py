@@ -43,9 +43,9 @@ class Problem:
     options: sla.Options
     known: dict[str, Any]
     classes: np.ndarray
-    forward: reference.Result
+    forward: reference.SlaResult
     gradients: tuple[np.ndarray, ...]
-    low: reference.Result
+    low: reference.SlaResult
     low_gradients: tuple[np.ndarray, ...]
     before: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     after: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
