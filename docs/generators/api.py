@@ -75,7 +75,7 @@ def pages() -> dict[str, str]:
             "flashnumba.gradients",
             "flashnumba.fp8",
             *modules_of("flashnumba.sparse"),
-        ],  # fmt: skip
+        ],
         "stages": stages(),
         "tiles": modules_of("flashnumba.tiles"),
         "machine": [f"flashnumba.machine.{name}" for name in MACHINE],

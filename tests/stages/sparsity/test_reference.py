@@ -45,11 +45,11 @@ def test_skip_row_by_row():
 
 
 def test_what_is_left_out_is_bounded():
-    q, k, v = structured(512, 32, heads=4)
+    q, k, _ = structured(512, 32, heads=4)
     s = R.scores(q, k, causal=True)
     for threshold in (0.1, 0.01, 1e-3):
         kept = R.expand(R.skip(s, 64, 32, threshold), 64, 32, 512, 512)
-        assert not kept.all() and 0 < kept.mean()
+        assert kept.any() and not kept.all()
         p = np.exp(s - s.max(-1, keepdims=True))
         assert (np.where(kept, 0, p).sum(-1) <= threshold * (~kept).sum(-1)).all()
     assert R.skip(s, 64, 32, 0.5).sum() < R.skip(s, 64, 32, 1e-6).sum()
