@@ -205,18 +205,17 @@ def make_sparse_attend(
         load_q(held, q_lane)
         tops = cuda.local.array(rows_held, float32)
         j, then, fetched = following, int64(0), True
-        if listed and last > 1:
+        if last > 1:
             then = number_at(numbers, int64(1), j + 1)
         for i in range(int64(0), last):
             here = uint32(0)
             if slots == 2:
                 here = uint32(i & 1) * uint32(slot_bytes)
-            if listed:
-                following, key = then, then * bn
-                if i + 2 < last:
-                    then = number_at(numbers, i + 2, then + 1)
-            else:
-                j, key = i, (i + 1) * bn  # one register for what a list needs three
+            following, key = then, then * bn
+            if listed and i + 2 < last:
+                then = number_at(numbers, i + 2, then + 1)
+            elif not listed:
+                then = i + 2
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or last votes
@@ -273,8 +272,7 @@ def make_sparse_attend(
                 softmax_pv(s, acc, m, l, factor, v_lane + here)
             if noted and noting and lane == 0:
                 tile_map[batch, head, (row0 + warp_row) // unit, j] = uint8(COMPUTED if needed else SKIPPED)
-            if listed:
-                j = following
+            j = following
 
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
