@@ -10,8 +10,9 @@ A tile left out by the second was multiplied with Q; what it saves is exponentia
 more than half. V has to be on its way before it is known whether it is wanted, or nothing hides its latency. But tiles
 left out come in runs; so where a block votes (and has two slots) V_j+1 is asked for, after the vote on S_j, if tile j
 was needed. A guess that was wrong costs a copy in vain, or a wait for V_j. When nothing is left out all guesses are
-right; when nearly everything is, V stays in L2, whose bandwidth would else be the limit: at 90 % left out 4.8 TB/s of
-K and V were measured on an H200. Where warps vote alone, V always comes. :mod:`flashnumba.tiles.sparse_split` is for
+right, and the later copy costs: on an H200 with 16384 keys 0.97 of dense where V always comes first had 1.02; with 70 %
+left out it is 1.38 times as fast beside 1.34. Where warps vote alone, V always comes.
+:mod:`flashnumba.tiles.sparse_split` is for
 when memory decides.
 
 The numbers of a list are loaded two steps before their keys are multiplied, and one before their copy begins.
