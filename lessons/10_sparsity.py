@@ -101,6 +101,12 @@ lesson.table(
 )  # fmt: skip
 
 # %%
+figure, ax = plt.subplots(figsize=(8, 3.2))
+for n in lengths:
+    ax.semilogx(panels.THRESHOLDS, shares[n], "o-", ms=4, label=f"{n} tokens")
+ax.set(xlabel="threshold", ylabel="left out", ylim=(0, 1))
+ax.legend()
+plt.show()
 normal = [rng.standard_normal((1, 4, 1024, 64)) for _ in range(2)]
 s = reference.scores(*normal)
 print(f"normal numbers, threshold 0.01: {1 - reference.skip(s, 64, 32, 0.01).mean():.0%} left out")
@@ -139,13 +145,32 @@ lesson.show_source(reference.predict)
 lesson.show_source(reference.skip)
 
 # %% [markdown]
+# And the tokens of a block are alike if the mean cosine of their pairs is large. **Predict.** A block of tokens $x$ and
+# $-x$ in turn: what is its mean token, what its mean cosine, and what would be predicted without the test?
+
+# %%
+lesson.show_source(reference.alikeness)
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+data = load_minilm()
+figure, axes = plt.subplots(1, 2, figsize=(12, 3.2), sharey=True)
+for ax, name, size in zip(axes, "qk", (32, 16), strict=True):
+    cosines = reference.alikeness(getattr(data, name)[0].astype(np.float64), size)  # [heads, blocks]
+    ax.plot(cosines.T, lw=0.8)
+    ax.axhline(SPARGE["alike"], color="black", lw=1, ls=":")
+    ax.set(xlabel=f"block of {size} tokens of {name}", ylim=(0, 1), title="mean cosine, a line a head")
+plt.show()
+
+# %% [markdown]
 # ### What they choose
+#
+# Zero twice, and weights like those of any other block: the test is what keeps such blocks. (Dotted: what counts as
+# alike below.)
 #
 # The real head of the lessons before: its weights, and the tiles that each school computes.
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
-data = load_minilm()
-q, k, v = (x[:1, 2:3].astype(np.float64) for x in (data.q, data.k, data.v))
+q, k, v = (getattr(data, name)[:1, 2:3].astype(float) for name in "qkv")  # [1, 1, 512, 32]
 figure, axes = plt.subplots(1, 3, figsize=(16, 4.4))
 panels.draw_weights(axes[0], q, k)
 panels.draw_map(axes[1], q, k, SPARGE)
@@ -290,10 +315,23 @@ lesson.table(
     ],
 )  # fmt: skip
 
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+stage.draw(results)
+
 # %% [markdown]
 # ## Who reads what
 #
 # **Predict.** $QK^T$ is half of the products. If all else is left out, how much faster can a threshold be? And a list?
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+left = np.linspace(0, 0.95, 60)
+figure, ax = plt.subplots(figsize=(8, 3.2))
+ax.semilogy(left, 1 / (1 - left), label="nothing of a tile is read: a list")
+ax.semilogy(left, 1 / (1 - left / 2), label="K is read and multiplied: a threshold")
+ax.set(xlabel="share of tiles left out", ylabel="times dense, at most")
+ax.set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+ax.legend()
+plt.show()
 
 # %%
 measured = lesson.results("sparsity")
