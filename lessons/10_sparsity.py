@@ -215,15 +215,6 @@ lesson.show_source(skip.make_needs(tiles))
 lesson.show_source(skip.make_agree(tiles, "block"))
 
 # %% [markdown]
-# ### V on its way, or not
-#
-# What is left out should not be read either. But V must be under way before the vote is known. Tiles left out come in
-# runs, so: V of the next tile is asked for if this one was needed. A wrong guess costs a wait.
-
-# %%
-lesson.show_source(sparse.make_sparse_attend, first="if late:", last="commit()")
-
-# %% [markdown]
 # In decoding bytes are everything, so several tiles of K come first, are voted on, and then V of those that are needed
 # while the next K is on its way ({mod}`flashnumba.tiles.sparse_split`).
 #
@@ -379,11 +370,11 @@ def go(broken: str = "") -> str:
 print(f"whole: {go()}")
 
 # %% [markdown]
-# **Rows beyond the last vote** (their scores are zero), **a warp does not ask the others**, **V counts as there though
-# nobody asked for it**, and **the barrier of the vote is missing**. **Predict.** Which of them only costs time?
+# **Rows beyond the last vote** (their scores are zero), **a warp does not ask the others**, and **the barrier of the
+# vote is missing**. **Predict.** Which of them only costs time?
 
 # %% tags=["break-it"]
-for broken in ("padding", "alone", "guess", "vote_barrier"):
+for broken in ("padding", "alone", "vote_barrier"):
     try:
         print(f"{broken}: {go(broken)}")
     except Fault as fault:
@@ -466,8 +457,8 @@ lesson.check("packed", packed_is_right)
 # | similar tokens | are merged | are averaged to predict, and never merged |
 # | V of what is left out | is not read | in decoding; prefill reads it |
 #
-# The notes make one method of three. Here they stand apart: the threshold of BLASST, the warp's skip of SpargeAttn, its
-# prediction; and prefill that guesses whether V will be wanted is ours.
+# The notes make one method of three. Here they stand apart: the threshold of BLASST, the warp's skip of SpargeAttn, and
+# its prediction.
 #
 # ## Limits
 #

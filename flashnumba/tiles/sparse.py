@@ -7,13 +7,9 @@ every bit is the same. What changes is two decisions::
     whether S_j is worth it    after S_j = Q K_j^T and before its exponentials, by :mod:`flashnumba.tiles.skip`
 
 A tile left out by the second was multiplied with Q; what it saves is exponentials, sums and the product with V, a bit
-more than half. V has to be on its way before it is known whether it is wanted, or nothing hides its latency. But tiles
-left out come in runs; so where a block votes (and has two slots) V_j+1 is asked for, after the vote on S_j, if tile j
-was needed. A guess that was wrong costs a copy in vain, or a wait for V_j. When nothing is left out all guesses are
-right, and the later copy costs: on an H200 with 16384 keys 0.97 of dense where V always comes first had 1.02; with 70 %
-left out it is 1.38 times as fast beside 1.34. Where warps vote alone, V always comes.
-:mod:`flashnumba.tiles.sparse_split` is for
-when memory decides.
+more than half. V is on its way before it is known whether it is wanted, or nothing would hide its latency. To ask for
+it only after the vote before was tried on an H200 with 16384 keys: where nothing is left out 0.97 of dense beside 1.02,
+for 1.38 beside 1.34 where 70 % are. :mod:`flashnumba.tiles.sparse_split` is for when memory decides.
 
 The numbers of a list are loaded two steps before their keys are multiplied, and one before their copy begins.
 
@@ -37,10 +33,9 @@ __all__ = ["COMPUTED", "FAULTS", "SKIPPED", "make_sparse_attend", "unit_rows"]
 
 COMPUTED, SKIPPED = 1, 2
 """In a map of tiles: its exponentials were taken; they were not, as no row needed them. 0: it was not looked at."""
-FAULTS = ("barrier", "v_barrier", "wait", "moved", "next", "count", "guess", "tail", "causal")
+FAULTS = ("barrier", "v_barrier", "wait", "moved", "next", "count", "tail", "causal")
 """What can be planted beside those of :mod:`flashnumba.tiles.skip`: a tile left out still sets the maximum; the copy
-ahead is of the next tile, not of the next on the list; the last of a list is not visited; V counts as there though
-nobody asked for it; or as
+ahead is of the next tile, not of the next on the list; the last of a list is not visited; or as
 :mod:`flashnumba.tiles.forward` has it."""
 
 
@@ -93,8 +88,7 @@ def make_sparse_attend(
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", max(1, warps)
     no_barrier, no_v_barrier, moved = broken == "barrier", broken == "v_barrier", broken == "moved"
-    in_order, short, guess_wrong = broken == "next", int(broken == "count"), broken == "guess"
-    late = vote == "block" and slots == 2
+    in_order, short = broken == "next", int(broken == "count")
 
     @device
     def number_at(numbers, i, j):
@@ -205,7 +199,7 @@ def make_sparse_attend(
             negate_q(q_tile, warp_row, lane)
         load_q(held, q_lane)
         tops = cuda.local.array(rows_held, float32)
-        j, then, fetched = following, int64(0), True
+        j, then = following, int64(0)
         if last > 1:
             then = number_at(numbers, int64(1), j + 1)
         for i in range(int64(0), last):
@@ -226,11 +220,9 @@ def make_sparse_attend(
                     copy_kv(
                         k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns
                     )
-                    if not late:
-                        copy_kv(
-                            v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key,
-                            columns,
-                        )  # fmt: skip
+                    copy_kv(
+                        v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns
+                    )
             else:
                 at = j * bn
                 copy_kv(v_tile, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns)
@@ -251,23 +243,6 @@ def make_sparse_attend(
             if votes:
                 find_tops(tops, s)
                 needed = agree(flags, needs(tops, m, factor, limit), uint32(i + 1))
-                if late:
-                    if needed and not fetched:
-                        at = j * bn
-                        copy_kv(
-                            v_tile + here, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns
-                        )
-                        commit()
-                        wait()
-                        if not no_v_barrier:
-                            cuda.syncthreads()  # V_j is there for all
-                    fetched = (needed or guess_wrong) and i + 1 < last
-                    if needed and i + 1 < last:
-                        copy_kv(
-                            v_tile + (uint32(slot_bytes) - here), v_from + key * v.strides[2], v.strides[2],
-                            v.strides[3], n_rows - key, columns,
-                        )  # fmt: skip
-                    commit()
                 finish(s, acc, m, l, factor, v_lane + here, tops, needed)
             else:
                 softmax_pv(s, acc, m, l, factor, v_lane + here)
