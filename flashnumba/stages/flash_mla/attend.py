@@ -1,0 +1,253 @@
+"""Attention to latent rows by one block: some rows of Q, one request, the keys of some pages.
+
+A tile of K goes through three barriers::
+
+    wait for K_j                                       its copy, and that of nothing else
+      | barrier      K_j is there for all, and nobody reads K_(j-1), its P or its maxima
+    start the copy of K_(j + slots - 1)                into the place of K_(j-1)
+    S = Q K_j^T     a warp's part of rows and keys
+    maxima of the part
+      | barrier      the maxima of all parts are there
+    P = 2^((S - m) f)  to shared memory; O in units of the new maximum
+      | barrier      P is there
+    O += P V_j      all rows, a warp's columns; V_j is K_j's first columns
+
+so that a tile is copied once, read twice, and ``slots - 1`` of them are on their way while one is multiplied. The
+number of the page that is copied next is loaded a step before it is needed.
+
+Rows of Q are the heads of one query token after those of the one before: row ``r`` is head ``r % H`` of token ``r //
+H``. There is one head of K, so they all share its tile.
+
+Source: FlashMLA, ``docs/20250422-new-kernel-deep-dive.md``, for one copy with two
+uses; the sharing among warps is ours.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import global_address, shared_address, st_global_b32, st_global_v2_f32
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.stages.flash_mla.load import make_convert, make_copy_codes
+from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
+from flashnumba.stages.flash_mla.steps import make_steps
+from flashnumba.tiles.attention import ALIGNMENT, factor_of, log_sum, share_of
+from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
+from flashnumba.tiles.elements import vectors
+
+__all__ = ["FAULTS", "make_attend"]
+
+FAULTS = ("wait", "barrier", "maxima", "weights", "free", "page", "rescale", "causal", "tail", "scale")
+"""What can be planted."""
+
+
+@cache
+def make_attend(
+    tiles: MLATiles, element: str, arch: str = "80", *, code: str = "", paged: bool = True, broken: str = ""
+) -> DeviceFunction:
+    """``attend(q, cache, table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0, first, last,
+    split)``: pages ``first`` to before ``last``, int64, of a request of ``length`` tokens.
+
+    With ``split`` below zero these are all keys, and O and LSE are written; otherwise the state is left in part
+    ``split``. Shapes and types are those of :mod:`flashnumba.stages.flash_mla.mma`.
+
+    Args:
+        tiles, element, arch: sizes, of Q and O the type, float16 or bfloat16, and the GPU.
+        code: of a cache in 8 bits, ``float8_e4m3fn`` or ``float8_e5m2``; the tiles are then ``eight``.
+        paged: the cache is pages, found by ``table``; otherwise it is ``[B, N, D]``, and the table is not read.
+        broken: plants one of :data:`FAULTS`.
+    """
+    d, dv, bm, bn, slots, held, eight = tiles.d, tiles.dv, tiles.bm, tiles.bn, tiles.slots, tiles.held, tiles.eight
+    if eight != bool(code):
+        raise ValueError(f"code is {code!r} and eight {eight}; tiles for 8 bits take a code, others none")
+    columns, frags, key_parts, bk = tiles.columns, tiles.frags, tiles.key_parts, tiles.bk
+    tile_bytes, raw_bytes, pitch = tiles.tile, tiles.raw, tiles.pitch
+    steps = make_steps(tiles, element, arch, broken)
+    copy_q = make_copy_tile(bm, d, tiles.threads, 16, arch, even=True, packed=True)
+    copy_k = make_copy_tile(bn, d, tiles.threads, 16, arch, even=True)
+    copy_codes, convert = copy_k, copy_k  # not called in 16 bits
+    if eight:
+        copy_codes, convert = make_copy_codes(tiles), make_convert(tiles, element, code, arch, broken)
+    ahead = slots if eight else slots - 1
+    stage = raw_bytes if eight else tile_bytes
+    wait, commit = make_waiting(True, ahead - 1, waits=broken != "wait")
+    wait_q, _ = make_waiting(True, ahead)
+    pack = vectors(element, 4, arch=arch).pack
+    o_frags, o_groups = bm // 16, columns // 8
+    o_regs, s_regs, held_regs = o_frags * columns // 2, frags * bk // 2, max(1, d // 4 * frags * held)
+    s_rows, o_rows = 2 * frags, 2 * o_frags
+    q_room, per_page = 0 if held else bm * pitch, PAGE // bn
+    p_room, k_room = tiles.p_bytes, tile_bytes + slots * raw_bytes if eight else slots * tile_bytes
+    no_barrier, no_maxima, no_weights = broken == "barrier", broken == "maxima", broken == "weights"
+    too_early, stale, next_key = broken == "free", int(broken == "page"), int(broken != "causal")
+    no_tail = broken == "tail"
+
+    @device
+    def page_of(table, request, tile, end):
+        """The page of the cache that a tile is in; beyond the last tile there is none to look up."""
+        if not paged or tile >= end:
+            return int64(0)
+        return int64(table[request, max(tile // per_page - stale, int64(0))])
+
+    @device
+    def copy(to, cache, request, page, tile, keys):
+        """Start the copy of a tile, of ``keys`` keys in all; one beyond the last is none."""
+        left = min(keys - tile * bn, int64(bn))
+        if paged:
+            source = page * cache.strides[0] + (tile % per_page) * bn * cache.strides[1]
+        else:
+            source = request * cache.strides[0] + tile * bn * cache.strides[1]
+        if eight:
+            copy_codes(to, int64(global_address(cache)) + source, int32(left))
+        else:
+            copy_k(to, int64(global_address(cache)) + source, cache.strides[1], cache.strides[2], left, int64(d))
+
+    @device
+    def keys_of(row, heads, queries, length, causal):
+        """How many keys a row sees."""
+        return max(int64(0), length - queries + row // heads + next_key) if causal != 0 else length
+
+    @device
+    def hide(s, part_row, row0, tile, key, heads, queries, length, causal, lane):
+        visible = cuda.local.array(s_rows, int32)
+        for r in range(s_rows):
+            row = row0 + int64(part_row + (lane >> 2)) + int64(16 * (r // 2) + 8 * (r % 2))
+            visible[r] = int32(min(keys_of(row, heads, queries, length, causal) - tile * bn, int64(bn)))
+        steps_mask(s, visible, key, lane)
+
+    steps_mask, clear, load_q, multiply_qk, turn = (
+        steps.mask, steps.clear, steps.load_q, steps.multiply_qk, steps.turn
+    )  # fmt: skip
+    leave_maximum, raise_maximum, weights, rescale = (
+        steps.leave_maximum, steps.raise_maximum, steps.weights, steps.rescale
+    )  # fmt: skip
+    multiply_pv, leave_sum, total = steps.multiply_pv, steps.leave_sum, steps.total
+    lane_of_q, lane_of_k, lane_of_p, lane_of_v = steps.q_lane, steps.k_lane, steps.p_lane, steps.v_lane
+
+    @device
+    def leave_state(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane):
+        for r in range(o_rows):
+            in_tile = int64(lane >> 2) + int64(16 * (r // 2) + 8 * (r % 2))
+            row = row0 + in_tile
+            if row < rows:
+                if warp == 0 and (lane & 3) == 0:
+                    m_parts[split, row] = m[r]
+                    l_parts[split, row] = total(stats, uint32(in_tile))
+                to = global_address(acc_parts) + uint64(4 * ((split * rows + row) * dv + warp * columns))
+                for n in range(o_groups):
+                    at = ((r // 2) * o_groups + n) * 4 + 2 * (r % 2)
+                    st_global_v2_f32(to + uint64(32 * n) + uint64(8) * uint64(lane & 3), acc, at)
+
+    @device
+    def leave_output(acc, m, stats, o, lse, factor, request, row0, rows, heads, warp, lane):
+        for r in range(o_rows):
+            in_tile = int64(lane >> 2) + int64(16 * (r // 2) + 8 * (r % 2))
+            row = row0 + in_tile
+            if row < rows:
+                summed = total(stats, uint32(in_tile))
+                share = share_of(summed)
+                if warp == 0 and (lane & 3) == 0:
+                    lse[request, row % heads, row // heads] = log_sum(m[r], summed, factor)
+                to = global_address(o) + uint64(2 * ((request * rows + row) * dv + warp * columns))
+                for n in range(o_groups):
+                    at = ((r // 2) * o_groups + n) * 4 + 2 * (r % 2)
+                    word = pack(acc[at] * share, acc[at + 1] * share)
+                    st_global_b32(to + uint64(16 * n) + uint64(4) * uint64(lane & 3), word)
+
+    @device
+    def next_of(at):
+        after = at + uint32(stage)
+        return uint32(0) if after == uint32(slots * stage) else after
+
+    @device
+    def attend(q, cache, table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0, first_page,
+               last_page, split):  # fmt: skip
+        smem = cuda.shared.array(0, uint8)
+        q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
+        k_tile = q_tile + uint32(q_room)
+        p_tile = k_tile + uint32(k_room)
+        stats = p_tile + uint32(p_room)
+        copies = k_tile + uint32(tile_bytes if eight else 0)  # where copies go
+        if held:
+            q_tile = k_tile + uint32(0 if eight else (slots - 1) * tile_bytes)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        part, part_row = warp % int32(key_parts), warp // int32(key_parts) * int32(16 * frags)
+        key, stat_row = part * int32(bk), part_row + (lane >> 2)
+
+        queries, heads = int64(q.shape[1]), int64(q.shape[2])
+        rows = queries * heads
+        keys = keys_of(min(row0 + bm, rows) - 1, heads, queries, length, causal)
+        first, last = first_page * per_page, min(last_page * per_page, (keys + (bn - 1)) // bn)
+        whole = keys_of(row0, heads, queries, length, causal)
+        factor = factor_of(scale)
+
+        q_held = cuda.local.array(held_regs, uint32)
+        s = cuda.local.array(s_regs, float32)
+        acc = cuda.local.array(o_regs, float32)
+        m = cuda.local.array(o_rows, float32)
+        m_s = cuda.local.array(s_rows, float32)
+        l = cuda.local.array(s_rows, float32)
+        clear(acc, m, m_s, l)
+
+        cuda.syncthreads()  # nobody reads what the piece before left in shared memory
+        copy_q(
+            q_tile, int64(global_address(q)) + request * q.strides[0], q.strides[1], q.strides[3], rows, int64(d),
+            row0, heads, q.strides[2],
+        )  # fmt: skip
+        if held:
+            commit()
+        for i in range(ahead):
+            if first + i < last:
+                copy(copies + uint32(i * stage), cache, request, page_of(table, request, first + i, last), first + i,
+                     length)  # fmt: skip
+            commit()
+        q_lane = lane_of_q(q_tile, part_row, lane)
+        if held:
+            wait_q()
+            cuda.syncthreads()  # Q is there for all; the first tile's barrier is before anything is put in its place
+            load_q(q_held, q_lane)
+        page = page_of(table, request, first + ahead, last)
+        here, there = uint32(0), uint32((ahead % slots) * stage)
+        for j in range(first, last):
+            wait()
+            if not no_barrier:
+                cuda.syncthreads()  # K_j is there for all, and nobody reads the tile before, its P or its maxima
+            if eight:
+                convert(k_tile, copies + here)
+                cuda.syncthreads()  # the tile is there for all, and nobody reads the codes
+            if j + ahead < last and not too_early:
+                copy(copies + there, cache, request, page, j + ahead, length)
+            if not too_early:
+                commit()
+            page = page_of(table, request, j + (ahead + 1), last)
+            k_now = k_tile + (uint32(0) if eight else here)
+            multiply_qk(s, q_held, q_lane, lane_of_k(k_now, key, lane))
+            if scale <= float32(0):
+                turn(s, float32(0) if scale == float32(0) else float32(-1))
+            if (j + 1) * bn > whole and not no_tail:
+                hide(s, part_row, row0, j, key, heads, queries, length, causal, lane)
+            leave_maximum(s, stats, stat_row, part, lane)
+            if not no_maxima:
+                cuda.syncthreads()  # the maxima of all parts are there
+            raise_maximum(m_s, l, stats, stat_row, factor)
+            weights(s, m_s, l, p_tile, stat_row, key, factor, lane)
+            rescale(acc, m, stats, factor, lane)
+            if too_early:
+                if j + ahead < last:
+                    copy(copies + here, cache, request, page, j + ahead, length)
+                commit()
+            if not no_weights:
+                cuda.syncthreads()  # P is there
+            multiply_pv(acc, lane_of_p(p_tile, lane), lane_of_v(k_now, warp, lane))
+            here, there = next_of(here), next_of(there)
+
+        cuda.syncthreads()  # nobody reads maxima any more
+        leave_sum(l, stats, stat_row, part, lane)
+        cuda.syncthreads()  # the sums of all parts are there
+        if split >= 0:
+            leave_state(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, int64(warp), lane)
+        else:
+            leave_output(acc, m, stats, o, lse, factor, request, row0, rows, heads, int64(warp), lane)
+
+    return attend

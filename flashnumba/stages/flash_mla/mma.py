@@ -1,0 +1,91 @@
+"""The kernels of latent attention on tensor cores: decoding by parts of equal work, and prefill by tiles of rows.
+
+Both are :func:`flashnumba.stages.flash_mla.attend.make_attend` with another question of who does what. **Decoding** has
+few rows and many keys: as many blocks as fit the GPU at a time walk through the pieces of their part
+(:mod:`~flashnumba.stages.flash_mla.schedule`). With more rows than a tile holds, neighbouring blocks take the tiles of
+the same pages, which then come from L2 for all but the first. **Prefill** has many rows: a block for each tile of them,
+those of the last queries, which see most keys, first.
+
+Arguments: q ``[B, S, H, D]``, cache ``[pages, 64, D]`` or packed ``[pages, 64, bytes]`` uint8, or kv ``[B, N, D]``;
+block_table int32 ``[B, most pages]``, lengths int32 ``[B]``; o ``[B, S, H, DV]``, lse ``[B, H, S]``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import Kernel, kernel
+from flashnumba.machine.numba import cuda, int64, uint32
+from flashnumba.stages.flash_mla.attend import make_attend
+from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
+from flashnumba.tiles.dependency import make_trigger
+
+__all__ = ["DECODE_ARGS", "PREFILL_ARGS", "make_decode", "make_prefill", "tiles_for"]
+
+DECODE_ARGS = ("q", "cache", "block_table", "lengths", "parts", "num_splits", "acc_parts", "m_parts", "l_parts", "o",
+               "lse", "scale", "causal")  # fmt: skip
+PREFILL_ARGS = ("q", "kv", "o", "lse", "scale", "causal")
+
+
+@cache
+def make_decode(tiles: MLATiles, element: str, arch: str = "80", *, code: str = "", broken: str = "") -> Kernel:
+    """The kernel of :data:`DECODE_ARGS`, a block for each part and tile of rows; options as of ``make_attend``."""
+    bm, attend, trigger = tiles.bm, make_attend(tiles, element, arch, code=code, broken=broken), make_trigger(arch)
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_mla.decode")
+    def decode(q, cache, block_table, lengths, parts, num_splits, acc_parts, m_parts, l_parts, o, lse, scale, causal):
+        trigger()
+        row_tiles = (uint32(q.shape[1] * q.shape[2]) + uint32(bm - 1)) // uint32(bm)
+        part, row0 = int64(uint32(cuda.blockIdx.x) // row_tiles), int64(uint32(cuda.blockIdx.x) % row_tiles) * bm
+        first_request, last_request = int64(parts[part, 0]), int64(parts[part, 2])
+        for request in range(first_request, last_request + 1):
+            length = int64(lengths[request])
+            first, last = int64(0), (length + (PAGE - 1)) // PAGE
+            split = int64(num_splits[request])
+            alone = int64(num_splits[request + 1]) - split == 1
+            if request == first_request:
+                first, split = int64(parts[part, 1]), split + int64(parts[part, 4])
+            if request == last_request:
+                last = int64(parts[part, 3])
+            if alone:
+                split = int64(-1)
+            attend(q, cache, block_table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0,
+                   first, last, split)  # fmt: skip
+
+    return decode
+
+
+@cache
+def make_prefill(tiles: MLATiles, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
+    """The kernel of :data:`PREFILL_ARGS`, a block for each tile of rows of each request."""
+    bm, attend = tiles.bm, make_attend(tiles, element, arch, paged=False, broken=broken)
+
+    @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_mla.prefill")
+    def prefill(q, kv, o, lse, scale, causal):
+        batch, length = int64(q.shape[0]), int64(kv.shape[1])
+        row_tiles = (int64(q.shape[1]) * int64(q.shape[2]) + (bm - 1)) // bm
+        tile, request = row_tiles - 1 - int64(cuda.blockIdx.x) // batch, int64(cuda.blockIdx.x) % batch
+        pages = (length + (PAGE - 1)) // PAGE
+        attend(q, kv, None, length, None, None, None, o, lse, scale, causal, request, tile * bm, int64(0), pages,
+               int64(-1))  # fmt: skip
+
+    return prefill
+
+
+SHARED = {"80": 163, "90a": 227, "100a": 227}
+"""KB of shared memory a block may have; 99 elsewhere."""
+
+
+def tiles_for(rows: int, arch: str, eight: bool = False) -> MLATiles:
+    """Tiles for so many rows of a request: 16 where bytes decide, 64 where products do and shared memory has room."""
+    room = SHARED.get(arch, 99)
+    if room < 160:
+        return MLATiles(16, 32, 4, slots=2, held=True, eight=eight)
+    if rows <= 16:
+        blocks, slots = (2, 3) if room > 200 else (1, 4)
+        return MLATiles(16, 32, 4, slots=slots, held=True, min_blocks=blocks, eight=eight)
+    if rows <= 32 and room > 200:
+        return MLATiles(32, 64, 8, row_parts=2, slots=2 - eight, eight=eight)
+    if eight:
+        return MLATiles(64, 32 if room < 200 else 64, 8, row_parts=4, slots=1, eight=True)
+    return MLATiles(64, 64 if room > 200 else 32, 8, row_parts=4, slots=2)
