@@ -50,8 +50,8 @@ def make_combine(element: str, dv: int = 512, arch: str = "80", *, broken: str =
         words = cuda.local.array(2, uint32)
         rows, heads = int64(acc_parts.shape[1]), int64(lse.shape[1])
         row, request = int64(cuda.blockIdx.x) % rows, int64(cuda.blockIdx.x) // rows
-        begin, end = int64(num_splits[request]), int64(num_splits[request + 1])
         wait()
+        begin, end = int64(num_splits[request]), int64(num_splits[request + 1])
         if end - begin > 1:
             factor = factor_of(scale)
             top, total = float32(NOTHING), float32(0)
