@@ -23,7 +23,9 @@ from generators.tables import markdown
 
 __all__ = ["draw_attention", "page"]
 
-BENCHES = ("softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode", "fp8", "counters")
+BENCHES = (
+    "softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode", "fp8", "mla", "counters",
+)  # fmt: skip
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources", "timeline", "training")
 """Files of ``docs/results`` that are no tables of measurements on a device."""
