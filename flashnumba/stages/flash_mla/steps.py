@@ -51,8 +51,8 @@ class Steps(NamedTuple):
         leave_maximum: ``(s, stats, row, part, lane)``: the maxima of the warp's part.
         raise_maximum: ``(m_s, l, stats, row, factor)``: m_s to the maximum of all parts, l in its units.
         weights: ``(s, m_s, l, p_tile, row, column, factor, lane)``: P, rounded, to shared memory; l grows.
-        rescale: ``(acc, m, l, stats, factor, lane)``: m to the new maximum and acc in its units; and l, where a warp has
-            all rows of S.
+        rescale: ``(acc, m, l, stats, factor, lane)``: m to the new maximum and acc in its units; l too, where a warp
+            has all rows of S.
         multiply_pv: ``(acc, p_lane, v_lane)``: O += P V, of the warp's columns.
         leave_sum: ``(l, stats, row, part, lane)``; ``total``: ``(stats, row) -> float32``: the sum over all parts.
     """
