@@ -27,7 +27,14 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import global_address, shared_address, st_global_b32, st_global_v2_f32
+from flashnumba.machine.instructions import (
+    global_address,
+    ld_shared_b32,
+    shared_address,
+    st_global_b32,
+    st_global_v2_f32,
+    st_shared_b32,
+)
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.flash_mla.load import make_convert, make_copy_codes
 from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
@@ -47,10 +54,10 @@ def make_attend(
     tiles: MLATiles, element: str, arch: str = "80", *, code: str = "", paged: bool = True, broken: str = ""
 ) -> DeviceFunction:
     """``attend(q, cache, table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0, first, last,
-    split)``: pages ``first`` to before ``last``, int64, of a request of ``length`` tokens.
+    split)``: pages ``first`` to before ``last`` of a request of ``length`` tokens.
 
     With ``split`` below zero these are all keys, and O and LSE are written; otherwise the state is left in part
-    ``split``. Shapes and types are those of :mod:`flashnumba.stages.flash_mla.mma`.
+    ``split``. Numbers are int32; arrays are those of :mod:`flashnumba.stages.flash_mla.mma`.
 
     Args:
         tiles, element, arch: sizes, of Q and O the type, float16 or bfloat16, and the GPU.
@@ -80,40 +87,49 @@ def make_attend(
     q_room, per_page = 0 if held else bm * pitch, PAGE // bn
     p_room, k_room = tiles.p_bytes, tile_bytes + slots * raw_bytes if eight else slots * tile_bytes
     no_barrier, no_maxima, no_weights = broken == "barrier", broken == "maxima", broken == "weights"
+    same_rows = tiles.row_parts == 1  # a warp has all rows of S, as of O, and keeps their state once
     too_early, stale, next_key = broken == "free", int(broken == "page"), int(broken != "causal")
-    no_tail = broken == "tail"
+    no_tail, tiles_stats = broken == "tail", tiles.stats
 
     @device
-    def page_of(table, request, tile, end):
+    def page_in_table(table, request, tile, end):
         """The page of the cache that a tile is in; beyond the last tile there is none to look up."""
-        if not paged or tile >= end:
-            return int64(0)
-        return int64(table[request, max(tile // per_page - stale, int64(0))])
+        if tile >= end:
+            return int32(0)
+        return table[request, max(int32(tile // int32(per_page)) - int32(stale), int32(0))]
+
+    @device
+    def no_page(table, request, tile, end):
+        return int32(0)
+
+    page_of = page_in_table if paged else no_page
 
     @device
     def copy(to, cache, request, page, tile, keys):
         """Start the copy of a tile, of ``keys`` keys in all; one beyond the last is none."""
-        left = min(keys - tile * bn, int64(bn))
+        left = min(int32(keys - tile * int32(bn)), int32(bn))
+        outer, row = request, tile * int32(bn)
         if paged:
-            source = page * cache.strides[0] + (tile % per_page) * bn * cache.strides[1]
-        else:
-            source = request * cache.strides[0] + tile * bn * cache.strides[1]
+            outer, row = page, int32(tile % int32(per_page)) * int32(bn)
+        source = int64(global_address(cache)) + int64(outer) * cache.strides[0] + int64(row) * cache.strides[1]
         if eight:
-            copy_codes(to, int64(global_address(cache)) + source, int32(left))
+            copy_codes(to, source, left)
         else:
-            copy_k(to, int64(global_address(cache)) + source, cache.strides[1], cache.strides[2], left, int64(d))
+            copy_k(to, source, cache.strides[1], cache.strides[2], int64(left), int64(d))
 
     @device
     def keys_of(row, heads, queries, length, causal):
         """How many keys a row sees."""
-        return max(int64(0), length - queries + row // heads + next_key) if causal != 0 else length
+        if causal == 0:
+            return length
+        return max(int32(0), int32(length - queries + int32(row // heads) + int32(next_key)))
 
     @device
     def hide(s, part_row, row0, tile, key, heads, queries, length, causal, lane):
         visible = cuda.local.array(s_rows, int32)
         for r in range(s_rows):
-            row = row0 + int64(part_row + (lane >> 2)) + int64(16 * (r // 2) + 8 * (r % 2))
-            visible[r] = int32(min(keys_of(row, heads, queries, length, causal) - tile * bn, int64(bn)))
+            row = int32(row0 + part_row + (lane >> 2) + int32(16 * (r // 2) + 8 * (r % 2)))
+            visible[r] = min(int32(keys_of(row, heads, queries, length, causal) - tile * int32(bn)), int32(bn))
         steps_mask(s, visible, key, lane)
 
     steps_mask, clear, load_q, multiply_qk, turn = (
@@ -128,13 +144,15 @@ def make_attend(
     @device
     def leave_state(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane):
         for r in range(o_rows):
-            in_tile = int64(lane >> 2) + int64(16 * (r // 2) + 8 * (r % 2))
-            row = row0 + in_tile
+            in_tile = int32((lane >> 2) + int32(16 * (r // 2) + 8 * (r % 2)))
+            row = int32(row0 + in_tile)
             if row < rows:
                 if warp == 0 and (lane & 3) == 0:
                     m_parts[split, row] = m[r]
                     l_parts[split, row] = total(stats, uint32(in_tile))
-                to = global_address(acc_parts) + uint64(4 * ((split * rows + row) * dv + warp * columns))
+                to = global_address(acc_parts) + uint64(
+                    4 * ((int64(split) * int64(rows) + int64(row)) * dv + int64(warp) * columns)
+                )
                 for n in range(o_groups):
                     at = ((r // 2) * o_groups + n) * 4 + 2 * (r % 2)
                     st_global_v2_f32(to + uint64(32 * n) + uint64(8) * uint64(lane & 3), acc, at)
@@ -142,18 +160,26 @@ def make_attend(
     @device
     def leave_output(acc, m, stats, o, lse, factor, request, row0, rows, heads, warp, lane):
         for r in range(o_rows):
-            in_tile = int64(lane >> 2) + int64(16 * (r // 2) + 8 * (r % 2))
-            row = row0 + in_tile
+            in_tile = int32((lane >> 2) + int32(16 * (r // 2) + 8 * (r % 2)))
+            row = int32(row0 + in_tile)
             if row < rows:
                 summed = total(stats, uint32(in_tile))
                 share = share_of(summed)
                 if warp == 0 and (lane & 3) == 0:
                     lse[request, row % heads, row // heads] = log_sum(m[r], summed, factor)
-                to = global_address(o) + uint64(2 * ((request * rows + row) * dv + warp * columns))
+                to = global_address(o) + uint64(
+                    2 * ((int64(request) * int64(rows) + int64(row)) * dv + int64(warp) * columns)
+                )
                 for n in range(o_groups):
                     at = ((r // 2) * o_groups + n) * 4 + 2 * (r % 2)
                     word = pack(acc[at] * share, acc[at + 1] * share)
                     st_global_b32(to + uint64(16 * n) + uint64(4) * uint64(lane & 3), word)
+
+    @device
+    def leave_nothing(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane):
+        pass
+
+    leave_part = leave_state if paged else leave_nothing
 
     @device
     def next_of(at):
@@ -168,6 +194,7 @@ def make_attend(
         k_tile = q_tile + uint32(q_room)
         p_tile = k_tile + uint32(k_room)
         stats = p_tile + uint32(p_room)
+        home = stats + uint32(tiles_stats)
         copies = k_tile + uint32(tile_bytes if eight else 0)  # where copies go
         if held:
             q_tile = k_tile + uint32(0 if eight else (slots - 1) * tile_bytes)
@@ -175,10 +202,17 @@ def make_attend(
         part, part_row = warp % int32(key_parts), warp // int32(key_parts) * int32(16 * frags)
         key, stat_row = part * int32(bk), part_row + (lane >> 2)
 
-        queries, heads = int64(q.shape[1]), int64(q.shape[2])
-        rows = queries * heads
-        keys = keys_of(min(row0 + bm, rows) - 1, heads, queries, length, causal)
-        first, last = first_page * per_page, min(last_page * per_page, (keys + (bn - 1)) // bn)
+        cuda.syncthreads()  # nobody reads what the piece before left in shared memory
+        if cuda.threadIdx.x == 0:
+            st_shared_b32(home, uint32(row0))
+        cuda.syncthreads()  # row0 is there: out of memory, or what depends on it would be kept for all pieces
+        row0 = int32(ld_shared_b32(home))
+
+        queries, heads = int32(q.shape[1]), int32(q.shape[2])
+        rows = int32(queries * heads)
+        keys = keys_of(min(int32(row0 + int32(bm)), rows) - int32(1), heads, queries, length, causal)
+        first = int32(first_page * int32(per_page))
+        last = min(int32(last_page * int32(per_page)), int32((keys + int32(bn - 1)) // int32(bn)))
         whole = keys_of(row0, heads, queries, length, causal)
         factor = factor_of(scale)
 
@@ -189,53 +223,56 @@ def make_attend(
         m_s = cuda.local.array(s_rows, float32)
         l = cuda.local.array(s_rows, float32)
         clear(acc, m, m_s, l)
-
-        cuda.syncthreads()  # nobody reads what the piece before left in shared memory
         copy_q(
-            q_tile, int64(global_address(q)) + request * q.strides[0], q.strides[1], q.strides[3], rows, int64(d),
-            row0, heads, q.strides[2],
+            q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),
+            int64(d), int64(row0), int64(heads), q.strides[2],
         )  # fmt: skip
         if held:
             commit()
         for i in range(ahead):
-            if first + i < last:
-                copy(copies + uint32(i * stage), cache, request, page_of(table, request, first + i, last), first + i,
-                     length)  # fmt: skip
+            tile = int32(first + int32(i))
+            if tile < last:
+                copy(copies + uint32(i * stage), cache, request, page_of(table, request, tile, last), tile, length)
             commit()
         q_lane = lane_of_q(q_tile, part_row, lane)
         if held:
             wait_q()
             cuda.syncthreads()  # Q is there for all; the first tile's barrier is before anything is put in its place
             load_q(q_held, q_lane)
-        page = page_of(table, request, first + ahead, last)
+        page = page_of(table, request, int32(first + int32(ahead)), last)
         here, there = uint32(0), uint32((ahead % slots) * stage)
-        for j in range(first, last):
+        for step in range(first, last):
+            j = int32(step)
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # K_j is there for all, and nobody reads the tile before, its P or its maxima
             if eight:
                 convert(k_tile, copies + here)
                 cuda.syncthreads()  # the tile is there for all, and nobody reads the codes
-            if j + ahead < last and not too_early:
-                copy(copies + there, cache, request, page, j + ahead, length)
+            if int32(j + int32(ahead)) < last and not too_early:
+                copy(copies + there, cache, request, page, int32(j + int32(ahead)), length)
             if not too_early:
                 commit()
-            page = page_of(table, request, j + (ahead + 1), last)
+            page = page_of(table, request, int32(j + int32(ahead + 1)), last)
             k_now = k_tile + (uint32(0) if eight else here)
             multiply_qk(s, q_held, q_lane, lane_of_k(k_now, key, lane))
             if scale <= float32(0):
                 turn(s, float32(0) if scale == float32(0) else float32(-1))
-            if (j + 1) * bn > whole and not no_tail:
+            if int32((j + int32(1)) * int32(bn)) > whole and not no_tail:
                 hide(s, part_row, row0, j, key, heads, queries, length, causal, lane)
             leave_maximum(s, stats, stat_row, part, lane)
             if not no_maxima:
                 cuda.syncthreads()  # the maxima of all parts are there
-            raise_maximum(m_s, l, stats, stat_row, factor)
-            weights(s, m_s, l, p_tile, stat_row, key, factor, lane)
-            rescale(acc, m, stats, factor, lane)
+            if same_rows:
+                rescale(acc, m, l, stats, factor, lane)
+                weights(s, m, l, p_tile, stat_row, key, factor, lane)
+            else:
+                raise_maximum(m_s, l, stats, stat_row, factor)
+                weights(s, m_s, l, p_tile, stat_row, key, factor, lane)
+                rescale(acc, m, l, stats, factor, lane)
             if too_early:
-                if j + ahead < last:
-                    copy(copies + here, cache, request, page, j + ahead, length)
+                if int32(j + int32(ahead)) < last:
+                    copy(copies + here, cache, request, page, int32(j + int32(ahead)), length)
                 commit()
             if not no_weights:
                 cuda.syncthreads()  # P is there
@@ -245,9 +282,10 @@ def make_attend(
         cuda.syncthreads()  # nobody reads maxima any more
         leave_sum(l, stats, stat_row, part, lane)
         cuda.syncthreads()  # the sums of all parts are there
+        row0 = int32(ld_shared_b32(home))
         if split >= 0:
-            leave_state(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, int64(warp), lane)
+            leave_part(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane)
         else:
-            leave_output(acc, m, stats, o, lse, factor, request, row0, rows, heads, int64(warp), lane)
+            leave_output(acc, m, stats, o, lse, factor, request, row0, rows, heads, warp, lane)
 
     return attend

@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.numba import cuda, int64, uint32
+from flashnumba.machine.numba import cuda, int32, uint32
 from flashnumba.stages.flash_mla.attend import make_attend
 from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.tiles.dependency import make_trigger
@@ -36,19 +36,20 @@ def make_decode(tiles: MLATiles, element: str, arch: str = "80", *, code: str = 
     def decode(q, cache, block_table, lengths, parts, num_splits, acc_parts, m_parts, l_parts, o, lse, scale, causal):
         trigger()
         row_tiles = (uint32(q.shape[1] * q.shape[2]) + uint32(bm - 1)) // uint32(bm)
-        part, row0 = int64(uint32(cuda.blockIdx.x) // row_tiles), int64(uint32(cuda.blockIdx.x) % row_tiles) * bm
-        first_request, last_request = int64(parts[part, 0]), int64(parts[part, 2])
-        for request in range(first_request, last_request + 1):
-            length = int64(lengths[request])
-            first, last = int64(0), (length + (PAGE - 1)) // PAGE
-            split = int64(num_splits[request])
-            alone = int64(num_splits[request + 1]) - split == 1
+        part, row0 = uint32(cuda.blockIdx.x) // row_tiles, int32(uint32(cuda.blockIdx.x) % row_tiles * uint32(bm))
+        first_request, last_request = parts[part, 0], parts[part, 2]
+        for index in range(first_request, last_request + int32(1)):
+            request = int32(index)
+            length = lengths[request]
+            first, last = int32(0), int32((length + int32(PAGE - 1)) // int32(PAGE))
+            split = num_splits[request]
+            alone = num_splits[request + int32(1)] - split == int32(1)
             if request == first_request:
-                first, split = int64(parts[part, 1]), split + int64(parts[part, 4])
+                first, split = parts[part, 1], int32(split + parts[part, 4])
             if request == last_request:
-                last = int64(parts[part, 3])
+                last = parts[part, 3]
             if alone:
-                split = int64(-1)
+                split = int32(-1)
             attend(q, cache, block_table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0,
                    first, last, split)  # fmt: skip
 
@@ -62,12 +63,12 @@ def make_prefill(tiles: MLATiles, element: str, arch: str = "80", *, broken: str
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_mla.prefill")
     def prefill(q, kv, o, lse, scale, causal):
-        batch, length = int64(q.shape[0]), int64(kv.shape[1])
-        row_tiles = (int64(q.shape[1]) * int64(q.shape[2]) + (bm - 1)) // bm
-        tile, request = row_tiles - 1 - int64(cuda.blockIdx.x) // batch, int64(cuda.blockIdx.x) % batch
-        pages = (length + (PAGE - 1)) // PAGE
-        attend(q, kv, None, length, None, None, None, o, lse, scale, causal, request, tile * bm, int64(0), pages,
-               int64(-1))  # fmt: skip
+        batch, length = uint32(q.shape[0]), int32(kv.shape[1])
+        row_tiles = (uint32(q.shape[1] * q.shape[2]) + uint32(bm - 1)) // uint32(bm)
+        tile, request = row_tiles - uint32(1) - uint32(cuda.blockIdx.x) // batch, int32(uint32(cuda.blockIdx.x) % batch)
+        pages = int32((length + int32(PAGE - 1)) // int32(PAGE))
+        attend(q, kv, None, length, None, None, None, o, lse, scale, causal, request, int32(tile * uint32(bm)),
+               int32(0), pages, int32(-1))  # fmt: skip
 
     return prefill
 

@@ -158,4 +158,4 @@ class MLATiles:
         """Bytes of dynamic shared memory."""
         q = 0 if self.held else self.bm * self.pitch
         kv = self.tile + self.slots * self.raw if self.eight else self.slots * self.tile
-        return ALIGNMENT + q + kv + self.p_bytes + self.stats
+        return ALIGNMENT + q + kv + self.p_bytes + self.stats + 16

@@ -51,7 +51,8 @@ class Steps(NamedTuple):
         leave_maximum: ``(s, stats, row, part, lane)``: the maxima of the warp's part.
         raise_maximum: ``(m_s, l, stats, row, factor)``: m_s to the maximum of all parts, l in its units.
         weights: ``(s, m_s, l, p_tile, row, column, factor, lane)``: P, rounded, to shared memory; l grows.
-        rescale: ``(acc, m, stats, factor, lane)``: m to the new maximum and acc in its units.
+        rescale: ``(acc, m, l, stats, factor, lane)``: m to the new maximum and acc in its units; l too, where a warp
+            has all rows of S.
         multiply_pv: ``(acc, p_lane, v_lane)``: O += P V, of the warp's columns.
         leave_sum: ``(l, stats, row, part, lane)``; ``total``: ``(stats, row) -> float32``: the sum over all parts.
     """
@@ -86,7 +87,9 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
     depth, groups, o_frags, o_groups, rows = tiles.d // 16, bk // 8, bm // 16, columns // 8, 2 * frags
     s_regs, o_regs, a_regs, pv_steps = frags * groups * 4, bm // 16 * columns // 2, 4 * frags, tiles.bn // 16
     p_regs = 4 * o_frags
-    twice = 2 * s_regs
+    sums = 2
+    t_regs = sums * s_regs
+    same_rows = tiles.row_parts == 1
     rescaled, narrow = broken != "rescale", groups == 1
 
     @device
@@ -126,11 +129,11 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
 
     @device
     def multiply_qk(s, q_held, q_lane, k_lane):
-        """Even and odd steps have sums of their own: the next product need not wait for the last one's result."""
+        """Few sums are kept twice, for even and odd steps: a product need not wait for the result of the last one."""
         a = cuda.local.array(a_regs, uint32)
         b = cuda.local.array(4, uint32)
-        t = cuda.local.array(twice, float32)
-        for i in range(twice):
+        t = cuda.local.array(t_regs, float32)
+        for i in range(t_regs):
             t[i] = float32(0)
         for k in range(depth):
             if not held:
@@ -141,21 +144,21 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
                     ldmatrix_x4(b, 0, step(k_lane, k))  # of eight keys, for this step and the next
                 for f in range(frags):
                     if held:
-                        multiply(t, (k % 2) * s_regs + 4 * f, q_held, (k * frags + f) * 4, b, k % 2 * 2)
+                        multiply(t, (k % sums) * s_regs + 4 * f, q_held, (k * frags + f) * 4, b, k % 2 * 2)
                     else:
-                        multiply(t, (k % 2) * s_regs + 4 * f, a, 4 * f, b, k % 2 * 2)
+                        multiply(t, (k % sums) * s_regs + 4 * f, a, 4 * f, b, k % 2 * 2)
             else:
                 for n in range(groups // 2):
                     ldmatrix_x4(b, 0, step(k_lane, k) + uint32(n * 16 * pitch))
                     for f in range(frags):
                         for i in range(2):
-                            at = (k % 2) * s_regs + (f * groups + 2 * n + i) * 4
+                            at = (k % sums) * s_regs + (f * groups + 2 * n + i) * 4
                             if held:
                                 multiply(t, at, q_held, (k * frags + f) * 4, b, 2 * i)
                             else:
                                 multiply(t, at, a, 4 * f, b, 2 * i)
         for i in range(s_regs):
-            s[i] = t[i] + t[s_regs + i]
+            s[i] = t[i] + t[s_regs + i] if sums == 2 else t[i]
 
     @device
     def turn(s, by):
@@ -217,7 +220,7 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
                     st_shared_b32(to + uint32(4) * uint32(lane & 3), pack(x, y))
 
     @device
-    def rescale(acc, m, stats, factor, lane):
+    def rescale(acc, m, l, stats, factor, lane):
         alpha = cuda.local.array(2, float32)
         for f in range(o_frags):
             risen = False
@@ -227,6 +230,8 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
                 alpha[half] = ex2_approx((m[r] - anchor(top)) * factor)
                 risen = risen or top > m[r]
                 m[r] = top
+                if same_rows:
+                    l[r] *= alpha[half]
             if rescaled and vote_any(risen):
                 for n in range(o_groups):
                     for i in range(4):
