@@ -30,10 +30,12 @@ from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
     global_address,
     ld_shared_b32,
+    ld_shared_f32,
     shared_address,
     st_global_b32,
     st_global_v2_f32,
     st_shared_b32,
+    st_shared_f32,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.flash_mla.load import make_convert, make_copy_codes
@@ -199,13 +201,16 @@ def make_attend(
         if held:
             q_tile = k_tile + uint32(0 if eight else (slots - 1) * tile_bytes)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        part, part_row = warp % int32(key_parts), warp // int32(key_parts) * int32(16 * frags)
+        part, part_row = warp, int32(0)
+        if not same_rows:
+            part, part_row = warp % int32(key_parts), warp // int32(key_parts) * int32(16 * frags)
         key, stat_row = part * int32(bk), part_row + (lane >> 2)
 
         cuda.syncthreads()  # nobody reads what the piece before left in shared memory
         if cuda.threadIdx.x == 0:
             st_shared_b32(home, uint32(row0))
-        cuda.syncthreads()  # row0 is there: out of memory, or what depends on it would be kept for all pieces
+            st_shared_f32(home + uint32(4), factor_of(scale))
+        cuda.syncthreads()  # both are there; out of registers, or what depends on row0 would be kept for all pieces
         row0 = int32(ld_shared_b32(home))
 
         queries, heads = int32(q.shape[1]), int32(q.shape[2])
@@ -214,7 +219,6 @@ def make_attend(
         first = int32(first_page * int32(per_page))
         last = min(int32(last_page * int32(per_page)), int32((keys + int32(bn - 1)) // int32(bn)))
         whole = keys_of(row0, heads, queries, length, causal)
-        factor = factor_of(scale)
 
         q_held = cuda.local.array(held_regs, uint32)
         s = cuda.local.array(s_regs, float32)
@@ -263,6 +267,7 @@ def make_attend(
             leave_maximum(s, stats, stat_row, part, lane)
             if not no_maxima:
                 cuda.syncthreads()  # the maxima of all parts are there
+            factor = ld_shared_f32(home + uint32(4))
             if same_rows:
                 rescale(acc, m, l, stats, factor, lane)
                 weights(s, m, l, p_tile, stat_row, key, factor, lane)
@@ -282,7 +287,7 @@ def make_attend(
         cuda.syncthreads()  # nobody reads maxima any more
         leave_sum(l, stats, stat_row, part, lane)
         cuda.syncthreads()  # the sums of all parts are there
-        row0 = int32(ld_shared_b32(home))
+        row0, factor = int32(ld_shared_b32(home)), ld_shared_f32(home + uint32(4))
         if split >= 0:
             leave_part(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane)
         else:
