@@ -24,7 +24,7 @@ def test_ragged_requests(machine, tiles, s, h, element, causal):
 @pytest.mark.parametrize("parts", [1, 8])
 def test_parts(machine, parts):
     """One block for all, and a long request in nearly all of eight parts."""
-    given = problem(ONE, 1, 3, [300, 3])
+    given = problem(ONE, 1, 3, [500, 3])
     right(given, decode(given, ONE, machine, parts=parts))
 
 
@@ -69,7 +69,7 @@ def test_planted_faults(broken, seed):
 @pytest.mark.parametrize("broken", combine.COMBINE_FAULTS)
 def test_planted_faults_of_the_merge(broken):
     """A part merged twice, parts of one weight, and parts that are read before they are there."""
-    given = problem(ONE, 1, 3, [150])
+    given = problem(ONE, 1, 3, [400])
     said = caught(given, lambda: decode(given, ONE, parts=3, merge=broken))
     assert said == ("EarlyAccess" if broken == "wait" else "wrong")
 
@@ -92,10 +92,8 @@ def test_tiles_fit_every_gpu():
         for rows in (1, 16, 17, 32, 33, 64, 128, 512):
             for eight in (False, True):
                 tiles = mma.tiles_for(rows, arch, eight)
-                assert (
-                    tiles.shared * max(1, tiles.min_blocks) + 1024 * (tiles.min_blocks - 1) <= room * 1024 - 1024 + 1024
-                )
-                assert np.prod([tiles.warps, 32]) == tiles.threads
+                blocks = max(1, tiles.min_blocks)
+                assert blocks * (tiles.shared + 1024) <= (room + 1) * 1024, "a block takes a KB more than it asks for"
 
 
 @needs_compiler
