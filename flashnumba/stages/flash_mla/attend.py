@@ -82,16 +82,17 @@ def make_attend(
     stage = raw_bytes if eight else tile_bytes
     wait, commit = make_waiting(True, ahead - 1, waits=broken != "wait")
     wait_q, _ = make_waiting(True, ahead)
-    drain, _ = make_waiting(True, 0)
+    wait_all, _ = make_waiting(True, 0)
     pack = vectors(element, 4, arch=arch).pack
     o_frags, o_groups = bm // 16, columns // 8
-    o_regs, s_regs, held_regs = o_frags * columns // 2, frags * bk // 2, max(1, d // 4 * frags * held)
+    o_regs, s_regs, held_regs = o_frags * columns // 2, frags * bk // 2 * (2 if tiles.deep else 1), max(1, d // 4 * frags * held)
     s_rows, o_rows = 2 * frags, 2 * o_frags
     q_room, per_page = 0 if held else bm * pitch, PAGE // bn
     p_room, k_room = tiles.p_bytes, tile_bytes + slots * raw_bytes if eight else slots * tile_bytes
     no_barrier, no_maxima, no_weights = broken == "barrier", broken == "maxima", broken == "weights"
     same_rows = tiles.row_parts == 1  # a warp has all rows of S, as of O, and keeps their state once
     too_early, stale, next_key = broken == "free", int(broken == "page"), int(broken != "causal")
+    deep = tiles.deep
     no_tail, tiles_stats = broken == "tail", tiles.stats
 
     @device
@@ -135,8 +136,8 @@ def make_attend(
             visible[r] = min(int32(keys_of(row, heads, queries, length, causal) - tile * int32(bn)), int32(bn))
         steps_mask(s, visible, key, lane)
 
-    steps_mask, clear, load_q, multiply_qk, turn = (
-        steps.mask, steps.clear, steps.load_q, steps.multiply_qk, steps.turn
+    steps_mask, clear, load_q, multiply_qk, exchange, turn = (
+        steps.mask, steps.clear, steps.load_q, steps.multiply_qk, steps.exchange, steps.turn
     )  # fmt: skip
     leave_maximum, raise_maximum, weights, rescale = (
         steps.leave_maximum, steps.raise_maximum, steps.weights, steps.rescale
@@ -261,6 +262,8 @@ def make_attend(
             page = page_of(table, request, int32(j + int32(ahead + 1)), last)
             k_now = k_tile + (uint32(0) if eight else here)
             multiply_qk(s, q_held, q_lane, lane_of_k(k_now, key, lane))
+            if deep:
+                exchange(s, p_tile, lane)
             if scale <= float32(0):
                 turn(s, float32(0) if scale == float32(0) else float32(-1))
             if int32((j + int32(1)) * int32(bn)) > whole and not no_tail:
@@ -285,7 +288,7 @@ def make_attend(
             multiply_pv(acc, lane_of_p(p_tile, lane), lane_of_v(k_now, warp, lane))
             here, there = next_of(here), next_of(there)
 
-        drain()  # without any key Q's copy is still on its way
+        wait_all()  # for Q, where there was no key
         cuda.syncthreads()  # nobody reads maxima any more
         leave_sum(l, stats, stat_row, part, lane)
         cuda.syncthreads()  # the sums of all parts are there

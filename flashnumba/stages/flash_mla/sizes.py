@@ -54,6 +54,7 @@ class MLATiles:
         row_parts: into which S's rows are cut; its keys are cut into ``warps / row_parts``.
         slots: tiles of K in shared memory, or with ``eight`` of codes, beside one tile that they are converted into.
         held: Q is in registers, and in shared memory only until it is there.
+        deep: two warps multiply twice the rows along half the columns each, and exchange what they have.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for.
         eight: the cache is in 8 bits.
         d, dv: columns of K and of V.
@@ -68,6 +69,7 @@ class MLATiles:
     row_parts: int = 1
     slots: int = 2
     held: bool = False
+    deep: bool = False
     min_blocks: int = 1
     eight: bool = False
     d: int = D
@@ -93,6 +95,11 @@ class MLATiles:
             )
         if not 1 + (not self.eight) <= self.slots <= 4:
             raise ValueError(f"slots is {self.slots}; a tile is copied while another is read, so there are two to four")
+        if self.deep and (self.held or self.row_parts % 2 or self.frags != 1 or self.bk < 16):
+            raise ValueError(
+                f"bm is {self.bm}, row_parts {self.row_parts}, a part {self.bk} keys and held {self.held}; deep is for an "
+                "even number of parts of 16 rows and at least 16 keys, and Q in shared memory"
+            )
         if self.held and self.bm > self.bn:
             raise ValueError(f"bm is {self.bm} and bn {self.bn}; with held Q lies in the place of a tile of K at first")
         if self.eight and (self.dv % BLOCK or self.d - self.dv != 64 or token_bytes(self.d, self.dv) % 16):

@@ -17,10 +17,12 @@ from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
     ex2_approx,
     ld_shared_f32,
+    ld_shared_v4_f32,
     ldmatrix_x4,
     ldmatrix_x4_trans,
     st_shared_b32,
     st_shared_f32,
+    st_shared_v4_f32,
     vote_any,
 )
 from flashnumba.machine.numba import cuda, float32, int32, uint32
@@ -46,6 +48,7 @@ class Steps(NamedTuple):
         clear: ``(acc, m, m_s, l)``: nothing seen yet.
         load_q: ``(q_held, q_lane)``: Q into registers.
         multiply_qk: ``(s, q_held, q_lane, k_lane)``: the warp's part of S = Q K^T.
+        exchange: ``(s, p_tile, lane)``: where tiles are ``deep``, after ``multiply_qk``, whose s is then twice as large.
         turn: ``(s, by)``: S times -1, for a scale below zero, or times zero.
         mask: ``(s, visible, key, lane)``: -inf for keys from ``visible[2 f + half]`` on; ``key`` is the part's first.
         leave_maximum: ``(s, stats, row, part, lane)``: the maxima of the warp's part.
@@ -64,6 +67,7 @@ class Steps(NamedTuple):
     clear: DeviceFunction
     load_q: DeviceFunction
     multiply_qk: DeviceFunction
+    exchange: DeviceFunction
     turn: DeviceFunction
     mask: DeviceFunction
     leave_maximum: DeviceFunction
@@ -89,12 +93,13 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
     p_regs = 4 * o_frags
     sums = 2
     t_regs = sums * s_regs
+    deep, q_rows, exchanged = tiles.deep, 16 * frags * (2 if tiles.deep else 1), broken != "exchange"
     same_rows = tiles.row_parts == 1
     rescaled, narrow = broken != "rescale", groups == 1
 
     @device
     def q_lane(q_tile, row, lane):
-        return q_at(q_tile, uint32(row) + uint32(lane & 15), lane >> 4)
+        return q_at(q_tile, uint32(row) // uint32(q_rows) * uint32(q_rows) + uint32(lane & 15), lane >> 4)
 
     @device
     def k_lane(k_tile, key, lane):
@@ -159,6 +164,53 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
                                 multiply(t, at, a, 4 * f, b, 2 * i)
         for i in range(s_regs):
             s[i] = t[i] + t[s_regs + i] if sums == 2 else t[i]
+
+    @device
+    def half_of():
+        """Which columns of 32 a warp takes where two share their rows."""
+        return uint32(uint32(cuda.threadIdx.x) // uint32(32 * parts) & uint32(1))
+
+    @device
+    def multiply_half(s, q_held, q_lane, k_lane):
+        """Twice the rows along every other 16 columns; the swizzle exclusive-ors these very bits of an address."""
+        a = cuda.local.array(8, uint32)
+        b = cuda.local.array(4, uint32)
+        q_half, k_half = q_lane ^ (uint32(32) * half_of()), k_lane ^ (uint32(32) * half_of())
+        for i in range(2 * s_regs):
+            s[i] = float32(0)
+        for k in range(0, depth, 2):
+            for f in range(2):
+                ldmatrix_x4(a, 4 * f, step(q_half, k) + uint32(f * 16 * pitch))
+            for n in range(groups // 2):
+                ldmatrix_x4(b, 0, step(k_half, k) + uint32(n * 16 * pitch))
+                for f in range(2):
+                    for i in range(2):
+                        multiply(s, f * s_regs + (2 * n + i) * 4, a, 4 * f, b, 2 * i)
+
+    @device
+    def exchange(s, p_tile, lane):
+        """In two turns, for which P's place has room: the first warp lends its second 16 rows, then gets its first."""
+        warp = uint32(cuda.threadIdx.x) >> uint32(5)
+        pair = warp // uint32(2 * parts) * uint32(parts) + warp % uint32(parts)
+        place = p_tile + pair * uint32(128 * s_regs) + uint32(16) * uint32(lane)
+        other = cuda.local.array(s_regs, float32)
+        if half_of() == uint32(0):
+            for i in range(s_regs // 4):
+                st_shared_v4_f32(place + uint32(512 * i), s, s_regs + 4 * i)
+        if exchanged:
+            cuda.syncthreads()  # what the first warps lend is there
+        if half_of() == uint32(1):
+            for i in range(s_regs // 4):
+                ld_shared_v4_f32(other, 4 * i, place + uint32(512 * i))
+                st_shared_v4_f32(place + uint32(512 * i), s, 4 * i)
+            for i in range(s_regs):
+                s[i] = s[s_regs + i] + other[i]
+        cuda.syncthreads()  # what the second warps lend is there
+        if half_of() == uint32(0):
+            for i in range(s_regs // 4):
+                ld_shared_v4_f32(other, 4 * i, place + uint32(512 * i))
+            for i in range(s_regs):
+                s[i] += other[i]
 
     @device
     def turn(s, by):
@@ -266,5 +318,5 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
             sum_of += ld_shared_f32(stats + uint32(4 * p * bm) + uint32(4) * row)
         return sum_of
 
-    return Steps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_qk, turn, mask, leave_maximum, raise_maximum,
+    return Steps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_half if deep else multiply_qk, exchange, turn, mask, leave_maximum, raise_maximum,
                  weights, rescale, multiply_pv, leave_sum, total)  # fmt: skip
