@@ -40,7 +40,7 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.flash_mla.codes import NO_UNIT, with_codes
 from flashnumba.stages.flash_mla.load import make_convert, make_copy_codes
-from flashnumba.stages.flash_mla.sizes import BLOCK, PAGE, MLATiles
+from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.stages.flash_mla.steps import make_steps
 from flashnumba.tiles.attention import ALIGNMENT, factor_of, log_sum, share_of
 from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
@@ -100,7 +100,7 @@ def make_attend(
     no_barrier, no_maxima, no_weights = broken == "barrier", broken == "maxima", broken == "weights"
     same_rows = tiles.row_parts == 1  # a warp has all rows of S, as of O, and keeps their state once
     too_early, stale, next_key = broken == "free", int(broken == "page"), int(broken != "causal")
-    no_tail, tiles_stats, blocks, p_bytes = broken == "tail", tiles.stats, max(1, dv // BLOCK), tiles.p_bytes
+    no_tail, tiles_stats, p_bytes = broken == "tail", tiles.stats, tiles.p_bytes
 
     @device
     def page_in_table(table, request, tile, end):
@@ -242,9 +242,8 @@ def make_attend(
         m = cuda.local.array(o_rows, float32)
         m_s = cuda.local.array(s_rows, float32)
         l = cuda.local.array(s_rows, float32)
-        units = cuda.local.array(blocks, uint32)
-        for block in range(blocks):
-            units[block] = uint32(NO_UNIT)
+        units = cuda.local.array(1, uint32)
+        units[0] = uint32(NO_UNIT)
         clear(acc, m, m_s, l)
         copy_q(
             q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),

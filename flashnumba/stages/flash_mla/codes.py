@@ -35,6 +35,7 @@ from flashnumba.machine.instructions import (
     pack_f16x2,
     st_shared_b32,
     st_shared_v4,
+    vote_any,
 )
 from flashnumba.machine.numba import cuda, float32, uint32
 from flashnumba.stages.flash_mla.sizes import BLOCK, MLATiles, token_bytes
@@ -48,8 +49,8 @@ from flashnumba.tiles.tensor import make_multiply
 
 __all__ = ["NO_UNIT", "OfCodes", "with_codes"]
 
-NO_UNIT = 252
-"""The exponent of 1 / unit before any scale was seen."""
+NO_UNIT = 0xFCFCFCFC
+"""The exponents of 1 / unit of four blocks, a byte each, before any scale was seen."""
 ROOM = 12
 """Q's largest number of a row is brought to 2^12 to 2^13."""
 
@@ -60,8 +61,8 @@ class OfCodes(NamedTuple):
     Attributes:
         leave_rope: ``(q_lane, rope, warp, lane)``: Q's rotated part to shared memory, as A operands, 16 bytes a lane;
             from then on ``q_lane`` of ``multiply_qk`` is the lane's place there.
-        raise_units: ``(acc, units, raw_tile, warp, lane)``: units of P, uint32 ``[dv / 128]``, exponents of 1 / unit, to
-            what the tile's scales need, and acc in its new unit.
+        raise_units: ``(acc, units, raw_tile, warp, lane)``: units of P, uint32 ``[1]``, exponents of 1 / unit a byte
+            each, to what the tile's scales need, and acc in its new unit.
         weights: ``(s, m, l, p_tile, row, column, factor, lane, units, raw_tile)``: P in all its forms.
         settle: ``(acc, units, warp)``: acc in units of 1, and a lane's values in the order of their columns: values 2 n
             and 2 n + 1 of a row are columns ``16 (n / 2) + 4 (lane % 4) + 2 (n % 2)`` and the next.
@@ -77,6 +78,11 @@ class OfCodes(NamedTuple):
 def power(exponent):
     """2^(exponent - 127), 0 for 0."""
     return bits_to_f32(uint32(exponent) << uint32(23))
+
+
+@device
+def unit_of(units, block):
+    return (units[0] >> uint32(8 * block)) & uint32(0xFF)
 
 
 @cache
@@ -194,18 +200,26 @@ def with_codes(steps: Steps, tiles: MLATiles, element: str, code: str, arch: str
 
     @device
     def raise_units(acc, units, raw_tile, warp, lane):
-        """A lane looks at one token."""
+        """A lane looks at one token. Most tiles have no scale above those before."""
         scales = cuda.local.array(4, float32)
         ld_shared_v4_f32(scales, 0, raw_tile + uint32(lane) * uint32(nbytes) + uint32(dv))
+        above = False
+        for block in range(blocks):
+            above = above or scales[block_of(block)] * power(unit_of(units, block)) > float32(1)
+        if vote_any(above):
+            raise_by(acc, units, scales, warp)
+
+    @device
+    def raise_by(acc, units, scales, warp):
         ratio = uint32(127)
         for block in range(blocks):
             exponent = f32_to_bits(warp_max(scales[block_of(block)])) >> uint32(23)
             wanted = uint32(253) - min(max(exponent, uint32(1)), uint32(252))
-            if wanted < units[block]:
+            before = unit_of(units, block)
+            if wanted < before:
                 if uint32(warp) == uint32(block):
-                    fall = min(units[block] - wanted, uint32(127))
-                    ratio = uint32(127) - fall
-                units[block] = wanted
+                    ratio = uint32(127) - min(before - wanted, uint32(127))
+                units[0] -= (before - wanted) << uint32(8 * block)
         if ratio != uint32(127):
             by = power(ratio)
             for i in range(4 * o_groups):
@@ -222,7 +236,7 @@ def with_codes(steps: Steps, tiles: MLATiles, element: str, code: str, arch: str
             l[half] += x + y
             to = p_place(p_tile, uint32(row) + uint32(8 * half), uint32(column) >> uint32(3))
             for block in range(blocks):
-                unit = power(units[block])
+                unit = power(unit_of(units, block))
                 word = pack_f16x2(x * (scales[block_of(block)] * unit), y * (scales[4 + block_of(block)] * unit))
                 st_shared_b32(to + uint32(block * p_bytes) + uint32(4) * uint32(lane & 3), word)
 
@@ -246,7 +260,7 @@ def with_codes(steps: Steps, tiles: MLATiles, element: str, code: str, arch: str
         by = float32(1)
         for block in range(blocks):
             if uint32(warp) == uint32(block):
-                by = power(uint32(254) - units[block]) * float32(2.0**log2)
+                by = power(uint32(254) - unit_of(units, block)) * float32(2.0**log2)
         for n in range(o_groups // 2):
             for half in range(2):
                 at, other = 8 * n + 2 * half, 8 * n + 4 + 2 * half

@@ -133,7 +133,14 @@ class MLATiles:
     def direct(self) -> bool:
         """Whether codes are converted between ldmatrix and the products, and not a tile at a time: a warp has the
         columns of one block of 128, and eight of the keys."""
-        return self.eight and self.held and self.bm == 16 and self.columns == BLOCK and self.bk == 8 and self.bn == 32
+        return (
+            self.eight
+            and self.held
+            and self.bm == 16
+            and self.columns == BLOCK
+            and self.bk == 8
+            and self.dv == 4 * BLOCK
+        )
 
     @property
     def pitch(self) -> int:
