@@ -28,6 +28,7 @@ NAMES = (
     "causal_balance",
     "backward",
     "fp8",
+    "flash_mla",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

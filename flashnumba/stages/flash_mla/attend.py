@@ -90,6 +90,7 @@ def make_attend(
     stage = raw_bytes if eight else tile_bytes
     wait, commit = make_waiting(True, ahead - 1, waits=broken != "wait")
     wait_q, _ = make_waiting(True, ahead)
+    drain, _ = make_waiting(True, 0)
     pack = vectors(element, 4, arch=arch).pack
     o_frags, o_groups = bm // 16, columns // 8
     o_regs, s_regs, held_regs = o_frags * columns // 2, frags * bk // 2, max(1, d // 4 * frags * held)
@@ -310,6 +311,7 @@ def make_attend(
             multiply_pv(acc, lane_of_p(p_tile, lane), lane_of_v(k_now, warp, lane))
             here, there = next_of(here), next_of(there)
 
+        drain()  # without any key Q's copy is still on its way
         cuda.syncthreads()  # nobody reads maxima any more
         leave_sum(l, stats, stat_row, part, lane)
         cuda.syncthreads()  # the sums of all parts are there

@@ -5,7 +5,7 @@ mathematics is that of :mod:`flashnumba.tiles.merge`, which takes as many parts 
 
     M = max_s m_s        O = sum_s 2^((m_s - M) f) acc_s / sum_s 2^((m_s - M) f) l_s
 
-A thread has four columns, and takes the parts one after the other, so sums are always in the same order. A part in
+A thread has four columns, and takes the parts in their order, so sums are always the same. A part in
 which a row saw nothing has m = -inf and weight 0.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import Kernel, kernel
+from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import ex2_approx, global_address, ld_global_f32, ld_global_v4_f32, st_global_v2
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
 from flashnumba.tiles.attention import factor_of, log_sum, share_of
@@ -24,6 +24,7 @@ from flashnumba.tiles.online import NOTHING, anchor
 __all__ = ["COMBINE_ARGS", "COMBINE_FAULTS", "make_combine"]
 
 COMBINE_ARGS = ("num_splits", "acc_parts", "m_parts", "l_parts", "o", "lse", "scale")
+AT_ONCE = 8
 COMBINE_FAULTS = ("twice", "weight", "wait")
 """What can be planted."""
 
@@ -39,14 +40,23 @@ def make_combine(element: str, dv: int = 512, arch: str = "80", *, broken: str =
         arch: from "90" on it starts while the parts are still being computed, and waits.
         broken: plants one of :data:`COMBINE_FAULTS`.
     """
-    threads = dv // 4
+    threads, held = dv // 4, 4 * AT_ONCE
     pack, again, weighted = vectors(element, 8, arch=arch).pack, int(broken == "twice"), broken != "weight"
     wait = make_wait(arch, broken != "wait")
+
+    @device
+    def weight(m, top, factor):
+        """2^((m - top) factor); nothing for an empty part."""
+        if not weighted:
+            return float32(1)
+        return ex2_approx((m - anchor(top)) * factor)
 
     @kernel(threads=threads, arch=arch, early=can_start_early(arch), name="flash_mla.combine")
     def combine(num_splits, acc_parts, m_parts, l_parts, o, lse, scale):
         acc = cuda.local.array(4, float32)
-        loaded = cuda.local.array(4, float32)
+        loaded = cuda.local.array(held, float32)
+        m = cuda.local.array(AT_ONCE, float32)
+        l = cuda.local.array(AT_ONCE, float32)
         words = cuda.local.array(2, uint32)
         rows, heads = int64(acc_parts.shape[1]), int64(lse.shape[1])
         row, request = int64(cuda.blockIdx.x) % rows, int64(cuda.blockIdx.x) // rows
@@ -57,21 +67,30 @@ def make_combine(element: str, dv: int = 512, arch: str = "80", *, broken: str =
             top, total = float32(NOTHING), float32(0)
             for i in range(4):
                 acc[i] = float32(0)
-            for part in range(begin - again, end):
-                split = max(part, begin)
-                at = uint64(split * rows + row)
-                m, l = ld_global_f32(global_address(m_parts) + 4 * at), ld_global_f32(global_address(l_parts) + 4 * at)
-                column = uint64(4) * uint64(cuda.threadIdx.x)
-                ld_global_v4_f32(loaded, 0, global_address(acc_parts) + uint64(4) * (at * uint64(dv) + column))
+            column = uint64(16) * uint64(cuda.threadIdx.x)
+            for first in range(begin - again, end, AT_ONCE):
+                # Several parts are loaded before the first is used: their latencies overlap.
+                for a in range(AT_ONCE):
+                    m[a], l[a] = float32(NOTHING), float32(0)
+                    for i in range(4):
+                        loaded[4 * a + i] = float32(0)
+                    if first + a < end:
+                        at = uint64(max(first + a, begin) * rows + row)
+                        m[a] = ld_global_f32(global_address(m_parts) + uint64(4) * at)
+                        l[a] = ld_global_f32(global_address(l_parts) + uint64(4) * at)
+                        ld_global_v4_f32(loaded, 4 * a, global_address(acc_parts) + uint64(4 * dv) * at + column)
                 before = top
-                top = max(top, m)
-                kept, share = float32(1), float32(1)
-                if weighted:
-                    kept = ex2_approx((before - anchor(top)) * factor)
-                    share = ex2_approx((m - anchor(top)) * factor)
-                total = total * kept + share * l
+                for a in range(AT_ONCE):
+                    top = max(top, m[a])
+                kept = weight(before, top, factor)
+                total *= kept
                 for i in range(4):
-                    acc[i] = acc[i] * kept + share * loaded[i]
+                    acc[i] *= kept
+                for a in range(AT_ONCE):
+                    share = weight(m[a], top, factor)
+                    total += share * l[a]
+                    for i in range(4):
+                        acc[i] += share * loaded[4 * a + i]
             part_of = share_of(total)
             for w in range(2):
                 words[w] = pack(acc[2 * w] * part_of, acc[2 * w + 1] * part_of)

@@ -12,15 +12,21 @@ block_table int32 ``[B, most pages]``, lengths int32 ``[B]``; o ``[B, S, H, DV]`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, int32, uint32
 from flashnumba.stages.flash_mla.attend import make_attend
 from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.tiles.dependency import make_trigger
+from flashnumba.tiles.fp8_convert import ELEMENTS
 
-__all__ = ["DECODE_ARGS", "PREFILL_ARGS", "make_decode", "make_prefill", "tiles_for"]
+if TYPE_CHECKING:
+    from flashnumba.machine.compiler import CompileCase
+
+__all__ = ["DECODE_ARGS", "PREFILL_ARGS", "compile_cases", "make_decode", "make_prefill", "tiles_for"]
 
 DECODE_ARGS = ("q", "cache", "block_table", "lengths", "parts", "num_splits", "acc_parts", "m_parts", "l_parts", "o",
                "lse", "scale", "causal")  # fmt: skip
@@ -90,3 +96,37 @@ def tiles_for(rows: int, arch: str, eight: bool = False) -> MLATiles:
     if eight:
         return MLATiles(64, 32 if room < 200 else 64, 8, row_parts=4, slots=1, eight=True)
     return MLATiles(64, 64 if room > 200 else 32, 8, row_parts=4, slots=2)
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Kernels as they are launched, for the compiler's tables and gates."""
+    from flashnumba.machine.compiler import CompileCase
+    from flashnumba.stages.flash_mla import cache, combine
+    from flashnumba.stages.flash_mla.host import arch_for, signature
+
+    def case(rows: int, chosen_for: tuple[str, ...], code: str = "", prompt: bool = False) -> CompileCase:
+        arch, args = arch_for(chosen_for[0], code), PREFILL_ARGS if prompt else DECODE_ARGS
+        tiles = tiles_for(rows, chosen_for[0], bool(code))
+        made = make_prefill(tiles, "bfloat16", arch) if prompt else make_decode(tiles, "bfloat16", arch, code=code)
+        what = f"{made.__name__}{' ' if code else ''}{code.removeprefix('float8_')} bfloat16 {tiles.bm} rows"
+        return CompileCase(
+            f"{what}, for sm_{chosen_for[0]}", made, signature(args, "bfloat16", code), tiles.threads, tiles.shared,
+            chosen_for=chosen_for,
+        )  # fmt: skip
+
+    large, e4m3, e5m2 = ("90a", "100a"), *ELEMENTS
+    for rows, chosen_for in ((16, large), (32, large), (64, large), (16, ("80",)), (64, ("80",)), (16, ("86", "89")),
+                             (16, ("120a",))):  # fmt: skip
+        yield case(rows, chosen_for)
+    for rows, chosen_for in ((16, large), (32, large), (64, large), (16, ("80",)), (64, ("80",)), (16, ("86",)),
+                             (16, ("89",)), (16, ("120a",))):  # fmt: skip
+        yield case(rows, chosen_for, e4m3)
+    for chosen_for in (large, ("80",)):
+        yield case(16, chosen_for, e5m2)
+    for chosen_for in (large, ("80",), ("86", "89")):
+        yield case(64, chosen_for, prompt=True)
+    for chosen_for in (("90a", "100a", "120a"), ("80", "86", "89")):
+        made = combine.make_combine("bfloat16", arch=arch_for(chosen_for[0]))
+        title = f"{made.__name__} bfloat16, for sm_{chosen_for[0]}"
+        yield CompileCase(title, made, signature(combine.COMBINE_ARGS, "bfloat16"), made.threads, chosen_for=chosen_for)
+    yield from cache.compile_cases()
