@@ -38,6 +38,7 @@ from flashnumba.machine.instructions import (
     st_shared_f32,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
+from flashnumba.stages.flash_mla.codes import NO_UNIT, with_codes
 from flashnumba.stages.flash_mla.load import make_convert, make_copy_codes
 from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.stages.flash_mla.steps import make_steps
@@ -78,22 +79,29 @@ def make_attend(
     copy_codes, convert = copy_k, copy_k  # not called in 16 bits
     if eight:
         copy_codes, convert = make_copy_codes(tiles), make_convert(tiles, element, code, arch, broken)
-    ahead = slots if eight else slots - 1
+    direct = tiles.direct  # codes are multiplied where they lie, so a slot is read until the end of its step
+    whole_tile = eight and not direct
+    if direct:
+        steps, of_codes = with_codes(steps, tiles, element, code, arch, broken)
+        leave_rope, raise_units, weights_of_codes, settle = of_codes
+    else:
+        leave_rope = raise_units = weights_of_codes = settle = steps.clear  # not called
+    ahead = slots if whole_tile else slots - 1
     stage = raw_bytes if eight else tile_bytes
     wait, commit = make_waiting(True, ahead - 1, waits=broken != "wait")
     wait_q, _ = make_waiting(True, ahead)
     wait_all, _ = make_waiting(True, 0)
     pack = vectors(element, 4, arch=arch).pack
     o_frags, o_groups = bm // 16, columns // 8
-    o_regs, s_regs, held_regs = o_frags * columns // 2, frags * bk // 2 * (2 if tiles.deep else 1), max(1, d // 4 * frags * held)
+    o_regs, s_regs = o_frags * columns // 2, frags * bk // 2 * (2 if tiles.deep else 1)
+    held_regs = dv // 4 + 2 if direct else max(1, d // 4 * frags * held)
     s_rows, o_rows = 2 * frags, 2 * o_frags
     q_room, per_page = 0 if held else bm * pitch, PAGE // bn
-    p_room, k_room = tiles.p_bytes, tile_bytes + slots * raw_bytes if eight else slots * tile_bytes
+    p_room, k_room = tiles.p_bytes + tiles.rope_bytes, slots * stage + (tile_bytes if whole_tile else 0)
     no_barrier, no_maxima, no_weights = broken == "barrier", broken == "maxima", broken == "weights"
     same_rows = tiles.row_parts == 1  # a warp has all rows of S, as of O, and keeps their state once
     too_early, stale, next_key = broken == "free", int(broken == "page"), int(broken != "causal")
-    deep = tiles.deep
-    no_tail, tiles_stats = broken == "tail", tiles.stats
+    no_tail, tiles_stats, p_bytes, deep = broken == "tail", tiles.stats, tiles.p_bytes, tiles.deep
 
     @device
     def page_in_table(table, request, tile, end):
@@ -146,6 +154,13 @@ def make_attend(
     lane_of_q, lane_of_k, lane_of_p, lane_of_v = steps.q_lane, steps.k_lane, steps.p_lane, steps.v_lane
 
     @device
+    def column_at(n, lane):
+        """Bytes of 16 bits from a warp's first column to the lane's of group n."""
+        if direct:
+            return uint64(32 * (n // 2) + 4 * (n % 2)) + uint64(8) * uint64(lane & 3)
+        return uint64(16 * n) + uint64(4) * uint64(lane & 3)
+
+    @device
     def leave_state(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane):
         for r in range(o_rows):
             in_tile = int32((lane >> 2) + int32(16 * (r // 2) + 8 * (r % 2)))
@@ -159,7 +174,7 @@ def make_attend(
                 )
                 for n in range(o_groups):
                     at = ((r // 2) * o_groups + n) * 4 + 2 * (r % 2)
-                    st_global_v2_f32(to + uint64(32 * n) + uint64(8) * uint64(lane & 3), acc, at)
+                    st_global_v2_f32(to + uint64(2) * column_at(n, lane), acc, at)
 
     @device
     def leave_output(acc, m, stats, o, lse, factor, request, row0, rows, heads, warp, lane):
@@ -177,7 +192,7 @@ def make_attend(
                 for n in range(o_groups):
                     at = ((r // 2) * o_groups + n) * 4 + 2 * (r % 2)
                     word = pack(acc[at] * share, acc[at + 1] * share)
-                    st_global_b32(to + uint64(16 * n) + uint64(4) * uint64(lane & 3), word)
+                    st_global_b32(to + column_at(n, lane), word)
 
     @device
     def leave_nothing(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane):
@@ -199,9 +214,9 @@ def make_attend(
         p_tile = k_tile + uint32(k_room)
         stats = p_tile + uint32(p_room)
         home = stats + uint32(tiles_stats)
-        copies = k_tile + uint32(tile_bytes if eight else 0)  # where copies go
+        copies = k_tile + uint32(tile_bytes if whole_tile else 0)  # where copies go
         if held:
-            q_tile = k_tile + uint32(0 if eight else (slots - 1) * tile_bytes)
+            q_tile = k_tile + uint32(0 if whole_tile else (slots - 1) * stage)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         part, part_row = warp, int32(0)
         if not same_rows:
@@ -228,6 +243,8 @@ def make_attend(
         m = cuda.local.array(o_rows, float32)
         m_s = cuda.local.array(s_rows, float32)
         l = cuda.local.array(s_rows, float32)
+        units = cuda.local.array(1, uint32)
+        units[0] = uint32(NO_UNIT)
         clear(acc, m, m_s, l)
         copy_q(
             q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),
@@ -245,6 +262,10 @@ def make_attend(
             wait_q()
             cuda.syncthreads()  # Q is there for all; the first tile's barrier is before anything is put in its place
             load_q(q_held, q_lane)
+            if direct:
+                rope = p_tile + uint32(p_bytes)
+                leave_rope(q_lane, rope, warp, lane)  # as A operands; the first tile's barrier is before they are read
+                q_lane = rope + uint32(16) * uint32(lane)
         page = page_of(table, request, int32(first + int32(ahead)), last)
         here, there = uint32(0), uint32((ahead % slots) * stage)
         for step in range(first, last):
@@ -252,7 +273,7 @@ def make_attend(
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # K_j is there for all, and nobody reads the tile before, its P or its maxima
-            if eight:
+            if whole_tile:
                 convert(k_tile, copies + here)
                 cuda.syncthreads()  # the tile is there for all, and nobody reads the codes
             if int32(j + int32(ahead)) < last and not too_early:
@@ -260,7 +281,7 @@ def make_attend(
             if not too_early:
                 commit()
             page = page_of(table, request, int32(j + int32(ahead + 1)), last)
-            k_now = k_tile + (uint32(0) if eight else here)
+            k_now = k_tile + (uint32(0) if whole_tile else here)
             multiply_qk(s, q_held, q_lane, lane_of_k(k_now, key, lane))
             if deep:
                 exchange(s, p_tile, lane)
@@ -272,7 +293,11 @@ def make_attend(
             if not no_maxima:
                 cuda.syncthreads()  # the maxima of all parts are there
             factor = ld_shared_f32(home + uint32(4))
-            if same_rows:
+            if direct:
+                rescale(acc, m, l, stats, factor, lane)
+                raise_units(acc, units, k_now, warp, lane)
+                weights_of_codes(s, m, l, p_tile, stat_row, key, factor, lane, units, k_now)
+            elif same_rows:
                 rescale(acc, m, l, stats, factor, lane)
                 weights(s, m, l, p_tile, stat_row, key, factor, lane)
             else:
@@ -293,6 +318,8 @@ def make_attend(
         leave_sum(l, stats, stat_row, part, lane)
         cuda.syncthreads()  # the sums of all parts are there
         row0, factor = int32(ld_shared_b32(home)), ld_shared_f32(home + uint32(4))
+        if direct:
+            settle(acc, units, warp)
         if split >= 0:
             leave_part(acc, m, stats, acc_parts, m_parts, l_parts, split, row0, rows, warp, lane)
         else:

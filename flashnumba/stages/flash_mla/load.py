@@ -17,6 +17,7 @@ from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
+    cp_async_16,
     cp_async_16_zfill,
     f16x2_high,
     f16x2_low,
@@ -38,23 +39,26 @@ __all__ = ["make_convert", "make_copy_codes", "make_decode4"]
 def make_copy_codes(tiles: MLATiles) -> DeviceFunction:
     """``copy_codes(raw_tile, source, tokens)``: start the copy of ``bn`` packed tokens from global address ``source``,
     int64; those from ``tokens``, int32, on become zeros."""
-    nbytes, threads = token_bytes(tiles.d, tiles.dv), tiles.threads
-    chunks = tiles.bn * nbytes // 16
+    nbytes, threads, bn = token_bytes(tiles.d, tiles.dv), tiles.threads, tiles.bn
+    chunks = bn * nbytes // 16
     rounds, rest = chunks // threads, chunks % threads
 
     @device
-    def copy_chunk(raw_tile, source, index, present):
-        there = uint32(16) if int32(index) < present else uint32(0)
-        cp_async_16_zfill(raw_tile + uint32(16) * index, uint64(source + int64(16) * int64(index)), there)
-
-    @device
     def copy_codes(raw_tile, source, tokens):
-        present = int32(tokens * int32(nbytes // 16))
-        thread = uint32(cuda.threadIdx.x)
-        for i in range(rounds):
-            copy_chunk(raw_tile, source, thread + uint32(i * threads), present)
-        if rest and thread < uint32(rest):
-            copy_chunk(raw_tile, source, thread + uint32(rounds * threads), present)
+        thread = uint32(16) * uint32(cuda.threadIdx.x)
+        to, origin = uint32(raw_tile + thread), uint64(source) + uint64(thread)
+        if tokens >= bn:  # nearly always: addresses are one and a constant then
+            for i in range(rounds):
+                cp_async_16(to + uint32(16 * i * threads), origin + uint64(16 * i * threads))
+            if rest and thread < uint32(16 * rest):
+                cp_async_16(to + uint32(16 * rounds * threads), origin + uint64(16 * rounds * threads))
+        else:
+            present = uint32(max(tokens, int32(0))) * uint32(nbytes)
+            for i in range(rounds + (rest > 0)):
+                index = thread + uint32(16 * i * threads)
+                if index < uint32(16 * chunks):
+                    there = uint32(16) if index < present else uint32(0)
+                    cp_async_16_zfill(raw_tile + index, uint64(source) + uint64(index), there)
 
     return copy_codes
 

@@ -87,9 +87,9 @@ def tiles_for(rows: int, arch: str, eight: bool = False) -> MLATiles:
     """Tiles for so many rows of a request: 16 where bytes decide, 64 where products do and shared memory has room."""
     room = SHARED.get(arch, 99)
     if room < 160:
-        return MLATiles(16, 32, 4, slots=2, held=True, eight=eight)
+        return MLATiles(16, 32, 4, slots=4 if eight else 2, held=True, eight=eight)
     if rows <= 16:
-        blocks, slots = (2, 3) if room > 200 else (1, 4)
+        blocks, slots = (2, 4 if eight else 3) if room > 200 else (1, 4)
         return MLATiles(16, 32, 4, slots=slots, held=True, min_blocks=blocks, eight=eight)
     if rows <= 32 and room > 200:
         return MLATiles(32, 64, 8, row_parts=2, slots=2 - eight, eight=eight)

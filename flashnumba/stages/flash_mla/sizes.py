@@ -137,6 +137,19 @@ class MLATiles:
         return self.dv // self.warps
 
     @property
+    def direct(self) -> bool:
+        """Whether codes are converted between ldmatrix and the products, and not a tile at a time: a warp has the
+        columns of one block of 128, and eight of the keys."""
+        return (
+            self.eight
+            and self.held
+            and self.bm == 16
+            and self.columns == BLOCK
+            and self.bk == 8
+            and self.dv == 4 * BLOCK
+        )
+
+    @property
     def pitch(self) -> int:
         """Bytes from row to row of Q and K in shared memory."""
         return swizzle(self.d).pitch
@@ -153,7 +166,13 @@ class MLATiles:
 
     @property
     def p_bytes(self) -> int:
-        return self.bm * swizzle(self.bn).pitch
+        """Of P; with codes that are multiplied as they are, once for the scales of each block."""
+        return self.bm * swizzle(self.bn).pitch * (self.dv // BLOCK if self.direct else 1)
+
+    @property
+    def rope_bytes(self) -> int:
+        """Of Q's rotated part, where registers have no room for it."""
+        return 2 * self.bm * (self.d - self.dv) if self.direct else 0
 
     @property
     def stats(self) -> int:
@@ -164,5 +183,6 @@ class MLATiles:
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
         q = 0 if self.held else self.bm * self.pitch
-        kv = self.tile + self.slots * self.raw if self.eight else self.slots * self.tile
-        return ALIGNMENT + q + kv + self.p_bytes + self.stats + 16
+        kv = self.slots * (self.raw if self.eight else self.tile)
+        kv += self.tile if self.eight and not self.direct else 0
+        return ALIGNMENT + q + kv + self.p_bytes + self.rope_bytes + self.stats + 16
