@@ -97,8 +97,8 @@ class MLATiles:
             raise ValueError(f"slots is {self.slots}; a tile is copied while another is read, so there are two to four")
         if self.deep and (self.held or self.row_parts % 2 or self.frags != 1 or self.bk < 16):
             raise ValueError(
-                f"bm is {self.bm}, row_parts {self.row_parts}, a part {self.bk} keys and held {self.held}; deep is for an "
-                "even number of parts of 16 rows and at least 16 keys, and Q in shared memory"
+                f"bm is {self.bm}, row_parts {self.row_parts}, a part {self.bk} keys and held {self.held}; deep is for "
+                "an even number of parts of 16 rows and at least 16 keys, and Q in shared memory"
             )
         if self.held and self.bm > self.bn:
             raise ValueError(f"bm is {self.bm} and bn {self.bn}; with held Q lies in the place of a tile of K at first")

@@ -48,7 +48,7 @@ class Steps(NamedTuple):
         clear: ``(acc, m, m_s, l)``: nothing seen yet.
         load_q: ``(q_held, q_lane)``: Q into registers.
         multiply_qk: ``(s, q_held, q_lane, k_lane)``: the warp's part of S = Q K^T.
-        exchange: ``(s, p_tile, lane)``: where tiles are ``deep``, after ``multiply_qk``, whose s is then twice as large.
+        exchange: ``(s, p_tile, lane)``: where tiles are ``deep``, after ``multiply_qk``; s is then twice as large.
         turn: ``(s, by)``: S times -1, for a scale below zero, or times zero.
         mask: ``(s, visible, key, lane)``: -inf for keys from ``visible[2 f + half]`` on; ``key`` is the part's first.
         leave_maximum: ``(s, stats, row, part, lane)``: the maxima of the warp's part.
@@ -318,5 +318,6 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
             sum_of += ld_shared_f32(stats + uint32(4 * p * bm) + uint32(4) * row)
         return sum_of
 
-    return Steps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_half if deep else multiply_qk, exchange, turn, mask, leave_maximum, raise_maximum,
-                 weights, rescale, multiply_pv, leave_sum, total)  # fmt: skip
+    multiply_s = multiply_half if deep else multiply_qk
+    return Steps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_s, exchange, turn, mask, leave_maximum,
+                 raise_maximum, weights, rescale, multiply_pv, leave_sum, total)  # fmt: skip
