@@ -26,7 +26,7 @@ from flashnumba.machine.instructions import (
     ld_shared_v4,
     st_shared_v4,
 )
-from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
+from flashnumba.machine.numba import cuda, float32, int32, uint32, uint64
 from flashnumba.stages.flash_mla.sizes import BLOCK, MLATiles, token_bytes
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.fp8_convert import make_halves
