@@ -1,21 +1,20 @@
 """Products with codes of 8 bits where they lie: a tile of the cache is never converted as a whole.
 
 For 16 rows conversions decide: 512 codes a token, each of which was read from shared memory, turned into float32,
-multiplied by its scale, rounded and written back. Here a warp converts what ldmatrix brings it; scales go elsewhere:
+multiplied by its scale, rounded and written back. Here a warp converts what ldmatrix brings, and scales go elsewhere:
 
 S   the sum over the four blocks of 128 columns of ``scale[key, block] (q_block k_block)``: codes are multiplied as they
     are, and a block's sum once by the scale of its key.
-O   a warp has the 128 columns of one block, so P may have that block's scales in it: the warps that make P write
-    it four times, ``P[row, key] scale[key, block]``.
+O   a warp has the 128 columns of one block, so P may have that block's scales in it: the warps that make P write it
+    four times, ``P[row, key] scale[key, block]``.
 
 Codes become float16 by one instruction for two, exactly. So Q has to be float16 too, and is brought into its range by
 a power of two for each row; its rotated part stays as it is, with a product of its own. P times a scale must not vanish
-in float16 either: it is written in units of a power of two above all scales seen so far, and O is kept in these; where a
-larger scale comes, O is multiplied, as for a new maximum.
+in float16 either: it is written in units of a power of two above all scales seen so far, and O is kept in these; where
+a larger scale comes, O is multiplied, as for a new maximum.
 
 A row of the tile is 656 bytes, an odd multiple of 16, so eight of them at one column meet no bank twice, as they are.
-What a word of a row, or of a transposed one, has become, and which product takes it:
-:mod:`flashnumba.tiles.fp8_halves`.
+What a word of a row, or of a transposed one, becomes, and which product takes it: :mod:`flashnumba.tiles.fp8_halves`.
 """
 
 from __future__ import annotations
