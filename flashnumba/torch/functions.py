@@ -43,9 +43,9 @@ def attention(
         ValueError: shapes, places or values that do not fit. Nothing has run then.
         RuntimeError: a second derivative is asked for, or one in forward mode.
     """
-    if causal.__class__ is not bool:
+    if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}; it must be True or False")
-    if return_lse.__class__ is not bool:
+    if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse is {return_lse!r}; it must be True or False")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")

@@ -266,7 +266,10 @@ def join(thread: Thread, size: int) -> Gang:
     op = thread.op
     if op is not None and len(op.args) != size:
         thread.flush()
-    return thread.block.gang(thread, size)
+    gang = thread.gangs.get(size)
+    if gang is None:
+        gang = thread.gangs[size] = thread.block.gang(thread, size)
+    return gang
 
 
 def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thread]) -> np.ndarray:

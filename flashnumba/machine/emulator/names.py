@@ -42,11 +42,15 @@ def _integer_cast(name: str) -> Any:
         return 0 if value != value else low if value <= low else high if value >= high else int(value)
 
     def unsigned(value: Any = 0) -> int:
+        if value.__class__ is int:
+            return value & mask
         if isinstance(value, _FLOATS):
             return rounded(value)
         return int(value) & mask
 
     def signed(value: Any = 0) -> int:
+        if value.__class__ is int:
+            return ((value + half) & mask) - half
         if isinstance(value, _FLOATS):
             return rounded(value)
         return ((int(value) + half) & mask) - half
@@ -337,7 +341,7 @@ class _Cuda:
 
     popc = staticmethod(lambda x: (int(x) & (0xFFFFFFFF if -(2**31) <= x < 2**32 else 2**64 - 1)).bit_count())
     ffs = staticmethod(lambda x: (int(x) & -int(x)).bit_length())
-    fma = staticmethod(lambda a, b, c: type(a)(np.float64(a) * np.float64(b) + np.float64(c)))
+    fma = staticmethod(lambda a, b, c: type(a)(float(a) * float(b) + float(c)))
     selp = staticmethod(lambda p, a, b: a if p else b)
 
     def __getattr__(self, name: str) -> Any:

@@ -50,6 +50,7 @@ class Thread(greenlet):
         self.waiting: Any = None
         self.waited = False  # for the kernel ahead of an early one
         self.op: Any = None  # the last collective it posted and has not seen executed
+        self.gangs: dict[int, Any] = {}  # its warp and its warpgroup, by size
         self.locals: dict[Any, Any] = {}
         self.register_fences = 1  # counts wgmma_fence()
         self.copies: list[Any] = []  # cp.async not yet committed

@@ -19,6 +19,10 @@ With ``tiles.exchange`` dQ is made in the same pass as there, a step late by all
 
 The sums of dK and dV have a fixed order: the same bits every time; those of dQ have not.
 
+compute-sanitizer's racecheck reports hazards of dS here, between its stores and the loads behind the barrier of all
+threads; with ``bar.sync`` in place of ``bar.arrive`` it reports none. The order it misses is that of the barrier 0, at
+which every thread waits; the emulator, which knows what an arrival orders, finds no race.
+
 Source: FlashAttention-3's specialised warps, Shah et al., arXiv 2407.08608, for the idea that warps differ.
 """
 

@@ -70,8 +70,8 @@ def draw_bars(axes: Axes, tables: Mapping[str, Mapping[tuple[str, str, str], flo
         )
     words = [f"{scaling}\n{before}" if before else scaling for scaling, before in groups]
     axes.set_xticks(range(len(groups)), words, fontsize=8)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
+    axes.set_ylim(0, 1.35 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(fontsize=8, ncols=2)
     axes.set(title=title, ylabel="RMSE of o")
 
 
