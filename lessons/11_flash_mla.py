@@ -149,8 +149,12 @@ plt.show()
 
 # %% [markdown]
 # A request in several parts leaves a state $(m, l, O)$ in each, and a second kernel merges them as lesson 2 merged
-# rows:
-#
+# rows, several parts loaded at a time:
+
+# %%
+lesson.show_source(combine.make_combine, first="before = top", last="acc[i] += share")
+
+# %% [markdown]
 # ## The reference
 #
 # Naive, in float64: gather a request's rows from its pages, and attend.
@@ -175,13 +179,26 @@ expected = reference.attend(q[:, None], k, k[:, :32], 48**-0.5, reference.seen(5
 print("seesaw:", np.abs(reference.seesaw(q, k, 32, 48**-0.5)[0] - expected).max())
 
 # %% [markdown]
-# ## The kernel
+# ## The kernels
 #
 # Here a block has 16, 32 or 64 rows. S is cut among its warps by rows and keys; O, which is 512 wide, by columns; and P
 # and the rows' maxima go from one to the other through shared memory:
 
 # %%
 lesson.show_source(attend.make_attend, first="for step in range(first, last)", last="here, there = ")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+figure, axes = plt.subplots(1, 2, figsize=(12, 2.8))
+for ax, shown in zip(axes, (mma.tiles_for(16, "90a"), mma.tiles_for(64, "90a")), strict=True):
+    rows_of_s = np.arange(shown.bm)[:, None] // (16 * shown.frags) * shown.key_parts
+    of_s = rows_of_s + np.arange(shown.bn)[None] // shown.bk
+    of_o = np.broadcast_to(np.arange(shown.dv) // shown.columns, (shown.bm, shown.dv))
+    gap = np.full((shown.bm, 20), np.nan)
+    ax.imshow(np.concatenate([of_s.repeat(2, 1), gap, of_o], 1), aspect="auto", cmap="tab10", vmin=0, vmax=9)
+    ax.set_title(f"{shown.bm} rows, {shown.warps} warps: S (keys, twice as wide) and O (columns)", fontsize=10)
+    ax.set(xlabel="one colour a warp", ylabel="row")
+plt.tight_layout()
+plt.show()
 
 # %% [markdown]
 # **Predict.** Which of these barriers could go if a warp had all keys of its rows, and all of their columns?
@@ -253,12 +270,26 @@ print(judged(known))
 print("read from global memory:", report.loaded, "bytes; the rows themselves:", rows_read * 2 * small.d)
 
 # %% [markdown]
+# And what the compiler makes of the kernels at the real size:
+
+# %%
+names = ("decode bfloat16 16 rows", "decode bfloat16 64 rows", "prefill bfloat16 64 rows")
+found = {name: lesson.resources(f"flash_mla.{name}, for sm_90a") for name in names}
+print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
+lesson.table(
+    ("kernel, sm_90a", "threads", "registers a thread", "spilled bytes", "shared, KB"),
+    [(name, r.threads, r.registers, r.spills, f"{r.shared / 1024:.0f}") for name, (r, _) in found.items()],
+)
+
+# %% [markdown]
 # K and V as two arrays would be $192 + 128$ columns: two thirds more. At the real size reuse saves 47 %, $512 / 1088$.
 #
 # ### In eight bits
 #
-# 512 codes, a scale for each 128, and the rotated part as it is: 656 bytes. The codes are copied as they are, and
-# become 16-bit numbers in shared memory, so the products know nothing of it.
+# 512 codes, a scale for each 128, and the rotated part as it is: 656 bytes. The codes are copied as they are. With more
+# than 16 rows they become 16-bit numbers in shared memory, and the products know nothing of it. With up to 16 rows that
+# alone would take longer than reading: there each warp converts what `ldmatrix` brings, and scales go into S and P
+# (`flashnumba/stages/flash_mla/codes.py`).
 
 # %%
 lesson.show_source(load.make_convert, first="def convert", last="st_shared_v4(to + uint32(2 * dv)")
@@ -286,7 +317,9 @@ out, lse = pages.decode(rng.standard_normal((2, 1, 16, 576)).astype(np.float16),
 print(out.shape, lse.shape, pages.lengths.tolist())
 
 # %% [markdown]
-# ## On cases of the stage
+# ## On real data
+#
+# Eight heads of a trained model as one latent row: their keys and values are its 512 columns, two more keys the rest.
 
 # %%
 with lesson.timed(f"all on the {machine}"):
@@ -322,6 +355,18 @@ for size in (lesson.results("mla") or {}).get("sizes", []):
         if m["seconds"]:
             share = f"{m['of_copy']:.2f} of a copy, " if m.get("of_copy") else ""
             print(f"  {m['name']:24} {m['seconds'] * 1e6:9.1f} us, {share}{m['flops_per_second'] / 1e12:.0f} TFLOP/s")
+
+# %% jupyter={"source_hidden": true} tags=["hide-input"]
+figure, ax = plt.subplots(figsize=(8, 3.2))
+rows_at = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256])
+for name in panels.CACHES[2:]:
+    reading = np.full(len(rows_at), 128 * 4096 * sizes[name] / 4.25e12)
+    products = 128 * 4096 * rows_at * 2 * (576 + 512) / 404e12
+    ax.plot(rows_at, np.maximum(reading, products) * 1e6, "o-", label=name)
+ax.set(xscale="log", yscale="log", xlabel="heads times query tokens", ylabel="at least, us",
+       title="128 requests of 4096 tokens: reading, then products")  # fmt: skip
+ax.legend()
+plt.show()
 
 # %% [markdown]
 # ## Break it

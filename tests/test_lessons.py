@@ -80,6 +80,9 @@ SHOWN = {
         "twice: error", "above the budget", "order: error", "above the budget", "saturate: error", "above the budget",
         "stale: error", "above the budget", "Race: thread", "multiply_qk", "st_shared_b32",
     ],
+    "11_flash_mla": [
+        "page: error", "above the budget", "twice: error", "above the budget", "ReadInFlight: shared byte",
+    ],
 }  # fmt: skip
 """What the cells tagged break-it must say, in this order."""
 
