@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flashnumba.machine.compiler import why_not
@@ -11,6 +13,8 @@ from tests.stages.flash_mla.problems import ONE, SHARED, caught, decode, prefill
 
 needs_compiler = pytest.mark.skipif(bool(why_not()), reason=why_not() or "the compiler is installed")
 RAGGED = [0, 64, 200, 1]
+DEEP = replace(SHARED, slots=2, deep=True)
+"""Two warps share twice the rows, along half the columns each."""
 
 
 @pytest.mark.parametrize("tiles", [ONE, SHARED], ids=["one", "shared"])
@@ -19,6 +23,18 @@ def test_ragged_requests(machine, tiles, s, h, element, causal):
     """No token, one, a whole page, and a request in several parts; the heads are no multiple of a tile's rows."""
     given = problem(tiles, s, h, RAGGED, element=element, causal=causal)
     right(given, decode(given, tiles, machine))
+
+
+def test_rows_shared_along_half_the_columns(machine):
+    """The last request has no token: nobody may leave with Q still on its way."""
+    given = problem(DEEP, 2, 9, [70, 0])
+    right(given, decode(given, DEEP, machine, parts=1))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_planted_fault_of_the_exchange(seed):
+    given = problem(DEEP, 1, 17, [20])
+    assert caught(given, lambda: decode(given, DEEP, parts=1, broken="exchange", seed=seed)) == "Race"
 
 
 @pytest.mark.parametrize("parts", [1, 8])
@@ -78,7 +94,8 @@ def test_sizes_that_do_not_fit():
     for change, match in (
         ({"bn": 48}, "bn is 48; it must be 16, 32 or 64"), ({"row_parts": 3}, "parts must divide the warps"),
         ({"dv": 96}, "they must be multiples of 64 and of 128"), ({"slots": 1}, "slots is 1"),
-        ({"eight": True}, "with 8 bits"), ({"bm": 64, "bn": 32}, "with held Q lies in the place of a tile"),
+        ({"eight": True}, "with 8 bits"), ({"deep": True}, "deep is for"),
+        ({"bm": 64, "bn": 32}, "with held Q lies in the place of a tile"),
     ):  # fmt: skip
         sizes = {"bm": 16, "bn": 32, "warps": 2, "slots": 2, "held": True, "d": 192, "dv": 128} | change
         with pytest.raises(ValueError, match=match):
