@@ -28,6 +28,7 @@ NAMES = (
     "causal_balance",
     "backward",
     "fp8",
+    "sparsity",
     "flash_mla",
 )
 

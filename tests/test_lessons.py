@@ -80,6 +80,10 @@ SHOWN = {
         "twice: error", "above the budget", "order: error", "above the budget", "saturate: error", "above the budget",
         "stale: error", "above the budget", "Race: thread", "multiply_qk", "st_shared_b32",
     ],
+    "10_sparsity": [
+        "padding: 1 tiles left out, 4 should be; within the budget", "alone: DivergentBarrier",
+        "guess: 4 tiles left out", "ABOVE the budget", "vote_barrier: Race: thread", "flags[1]",
+    ],
     "11_flash_mla": [
         "page: error", "above the budget", "twice: error", "above the budget", "ReadInFlight: shared byte",
     ],

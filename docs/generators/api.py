@@ -70,7 +70,13 @@ def automodule(name: str, pages: set[str]) -> str:
 def pages() -> dict[str, str]:
     """Markdown for each page under ``api/``, by name."""
     groups = {
-        "attention": ["flashnumba.attention", "flashnumba.gradients", "flashnumba.fp8", "flashnumba.mla"],
+        "attention": [
+            "flashnumba.attention",
+            "flashnumba.gradients",
+            "flashnumba.fp8",
+            "flashnumba.mla",
+            *modules_of("flashnumba.sparse"),
+        ],
         "stages": stages(),
         "tiles": modules_of("flashnumba.tiles"),
         "machine": [f"flashnumba.machine.{name}" for name in MACHINE],

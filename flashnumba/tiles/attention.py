@@ -194,6 +194,8 @@ class Steps(NamedTuple):
         mask: ``(s, visible, lane)``: -inf from column ``visible[2 f + half]`` of the tile on, int32.
         raise_maximum: ``(s, acc, m, l, bias, factor)``: m to the new maximum of S; acc and l in its units. Exponents
             are then ``s factor + bias``, where nothing visible counts as a maximum of 0.
+        tops: ``(tops, s)``: the maximum of the lane's own columns of each row, ``[2 frags]``.
+        raise_to: ``(s, acc, m, l, bias, factor, tops)``: :attr:`raise_maximum` for who has those already.
         exponentials: ``(p, s, l, bias, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
             ...]``, packed as an A operand; l grows.
         multiply_pv: ``(acc, p, v_lane, k)``: O += P V for these keys.
@@ -215,6 +217,8 @@ class Steps(NamedTuple):
     multiply_pv: DeviceFunction
     softmax_pv: DeviceFunction
     total: DeviceFunction
+    tops: DeviceFunction
+    raise_to: DeviceFunction
 
 
 @device
@@ -350,16 +354,31 @@ def make_steps(
                         acc[(f * d_groups + n) * 4 + 2 * half + 1] *= alpha[2 * f + half]
 
     @device
+    def lane_top(s, f, half):
+        top = s[f * n_groups * 4 + 2 * half]
+        for n in range(n_groups):
+            at = (f * n_groups + n) * 4 + 2 * half
+            top = max(top, max(s[at], s[at + 1]))
+        return top
+
+    @device
+    def find_tops(tops, s):
+        for f in range(frags):
+            for half in range(2):
+                tops[2 * f + half] = lane_top(s, f, half)
+
+    @device
     def raise_maximum(s, acc, m, l, bias, factor):
+        raise_to(s, acc, m, l, bias, factor, None)
+
+    @device
+    def raise_to(s, acc, m, l, bias, factor, tops):
         alpha = cuda.local.array(rows, float32)
         risen, far = False, False
         for f in range(frags):
             for half in range(2):
                 r = 2 * f + half
-                top = s[f * n_groups * 4 + 2 * half]
-                for n in range(n_groups):
-                    at = (f * n_groups + n) * 4 + 2 * half
-                    top = max(top, max(s[at], s[at + 1]))
+                top = lane_top(s, f, half) if tops is None else tops[r]
                 top = max(m[r], quad_max(top))
                 if stale and m[r] != float32(NOTHING):
                     top = m[r]
@@ -404,7 +423,7 @@ def make_steps(
     softmax_pv = make_softmax_pv(tiles, raise_maximum, exponentials, multiply_pv)
     return Steps(
         q_lane, k_lane, v_lane, clear, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials,
-        multiply_pv, softmax_pv, quad_sum,
+        multiply_pv, softmax_pv, quad_sum, find_tops, raise_to,
     )  # fmt: skip
 
 

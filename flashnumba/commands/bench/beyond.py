@@ -29,7 +29,7 @@ from flashnumba.commands.bench.table import (
     title_of,
 )
 
-__all__ = ["backward", "counters", "fp8", "mla"]
+__all__ = ["backward", "counters", "fp8", "mla", "sparsity"]
 
 
 def backward(
@@ -86,9 +86,7 @@ def fp8(
     masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
     names = names_of("--kernels", kernels, ("k32", "emulated"), none=True)
     sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
-    steps = [numbers_of("--decode", step.replace("x", ",")) for step in decode.split(",") if step.strip()]
-    if any(len(step) != 2 for step in steps):
-        refuse(f"--decode is {decode!r}; each must be two numbers, sequences x keys, as in 16x8192")
+    steps = _steps(decode)
     found = conditions("fp8", benchmark.environment, out)
     places = [
         Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
@@ -109,6 +107,54 @@ def fp8(
         return {"conversions": rows, "instructions": benchmark.instructions()}
 
     measure_all(places, columns, out, found, seconds, rest)
+
+
+def _steps(decode: str) -> list[list[int]]:
+    """Sequences and keys of each step of decoding."""
+    steps = [numbers_of("--decode", step.replace("x", ",")) for step in decode.split(",") if step.strip()]
+    if any(len(step) != 2 for step in steps):
+        refuse(f"--decode is {decode!r}; each must be two numbers, sequences x keys, as in 16x8192")
+    return steps
+
+
+def sparsity(
+    out: Out = RESULTS / "sparsity.json",
+    dims: Dims = "128",
+    lengths: Lengths = "8192,16384,65536",
+    tokens: Tokens = 16384,
+    width: Width = 2048,
+    causal: Masks = "no,yes",
+    kernels: Kernels = "",
+    decode: Annotated[str, typer.Option(help="Sequences x keys of decoding, separated by commas.")] = "16x16384",
+    runs: Runs = 20,
+    seconds: Seconds = 400.0,
+) -> None:
+    """Sparse attention beside the dense kernel, on structured data: times, and what was left out."""
+    from flashnumba.bench import sla
+    from flashnumba.bench import sparsity as benchmark
+    from flashnumba.bench.attention import problems
+    from flashnumba.bench.decode import GraphClock
+    from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
+
+    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
+    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    names = names_of("--kernels", kernels, benchmark.KERNELS, none=True) or benchmark.KERNELS
+    found = conditions("sparsity", benchmark.environment, out)
+    places = [
+        Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
+        for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
+    ]
+    if "sla" in names:
+        alike = problems(("float16",), *sizes, [False], tokens=tokens, width=width)
+        places += [Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs))) for p in alike]
+    for batch, n in _steps(decode):
+        step = benchmark.DecodeProblem(batch=batch, n=n)
+        title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
+        places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
+    columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
+    columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("critical %", "critical", 100)]
+    measure_all(places, columns, out, found, seconds)
 
 
 def mla(

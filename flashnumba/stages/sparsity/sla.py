@@ -1,0 +1,235 @@
+"""Host side of SLA: check the arguments, launch the kernels one after the other, keep what the gradients need.
+
+Which kernels that are :mod:`flashnumba.stages.sparsity.sla_plans` says. They are on tensor cores where they multiply
+tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits every time.
+
+Beside its inputs and o a forward keeps phi of q and of k, O^s and O^l (of their sizes), the sums H (D (D + 1) numbers
+of 16 bits for 64 rows: twice as many bytes as q at D = 128), five numbers a row, and the map.
+
+Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from flashnumba.machine import launcher
+from flashnumba.machine.arrays import Described, describe, empty_like_kind
+from flashnumba.stages import heads
+from flashnumba.stages.heads import Launch, Plan, Shape
+from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
+from flashnumba.stages.sparsity.sla_plans import (
+    DEFAULT,
+    Options,
+    plan_backward,
+    plan_forward,
+    signature,
+    sizes,
+    tiles_of,
+)
+from flashnumba.stages.sparsity.sla_reference import EPS, FEATURES, FORMS, MILLION, mean_of
+
+__all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check", "check_options", "forward", "plan_backward",
+           "plan_forward", "signature", "sizes", "tiles_of"]  # fmt: skip
+
+DIMENSIONS = (64, 128)
+"""Head dimensions that kernels take."""
+KEPT = (
+    "q", "k", "v", "proj", "o_s", "o_l", "phi_q", "phi_k", "lse", "origin", "bias", "share", "classes", "lists",
+    "counts", "weights", "sums",
+)  # fmt: skip
+"""What the forward keeps for the gradients, by name."""
+
+
+def check_options(
+    critical: Any, negligible: Any, feature_map: Any, form: Any, eps: Any, projected: bool
+) -> Options:  # fmt: skip
+    """The options.
+
+    Raises:
+        TypeError, ValueError: one that does not fit.
+    """
+    for name, value in (("critical", critical), ("negligible", negligible)):
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be a number from 0 to 1")
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; it must be from 0 to 1, a share of a row's tiles")
+    for name, value, known in (("feature_map", feature_map, FEATURES), ("form", form, FORMS)):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+    if eps is None:
+        eps = EPS[form]
+    if not isinstance(eps, Real) or isinstance(eps, bool):
+        raise TypeError(f"eps is {eps!r}; it must be a number from 0 on, or None")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps is {eps}; it must be finite and not negative")
+    return Options(float(critical), float(negligible), feature_map, form, float(eps), projected)
+
+
+@dataclass
+class Kept:
+    """A forward's problem and what it leaves: arrays by name, of the caller's kind."""
+
+    shape: Shape
+    options: Options
+    scale: float
+    machine: str
+    device: int | None
+    found: Described
+    arrays: dict[str, Any]
+
+    def launch(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> None:
+        """Launch a plan, with new arrays for what of its scratch is not known yet."""
+        with library_stream(self.found, stream):
+            self.bind(plan, known, stream)()
+
+    def bind(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> Callable[[], None]:
+        """What launches a plan again and again, with the same arrays; ``known`` gets those of its scratch too."""
+        shape, unit = self.shape, mean_of(tiles_of(self.shape)[1])
+        known |= {
+            "scale": np.float32(self.scale), "causal": np.int32(shape.causal), "rows": np.int64(shape.m),
+            "keys": np.int64(shape.n), "critical": np.int64(round(self.options.critical * MILLION)),
+            "negligible": np.int64(round(self.options.negligible * MILLION)), "unit": np.float32(unit),
+            "eps": np.float32(self.options.eps * unit),
+        }  # fmt: skip
+        of = sizes(shape)
+        for name, size in plan.scratch.items():
+            if name not in known:
+                known[name] = empty_like_kind(self.arrays["q"], size, of[name][0])
+        steps = [
+            (self.prepared(launch), launch.grid, launch.threads, tuple(known[name] for name in launch.args))
+            for launch in plan.launches
+        ]
+
+        def call() -> None:
+            for ready, grid, threads, args in steps:
+                ready(grid, threads, args, stream)
+
+        return call
+
+    def prepared(self, launch: Launch) -> Any:
+        """A launch, compiled once for each kernel and device."""
+        key = ("sla", launch.args, self.shape.element, launch.shared, self.machine, self.device)
+        cache = launch.kernel.cache
+        if key not in cache:
+            wanted = signature(self.shape, launch.args)
+            cache[key] = launcher.prepare(
+                launch.kernel, wanted, shared=launch.shared, machine=self.machine, device=self.device
+            )
+        return cache[key]
+
+
+def forward(
+    q: Any, k: Any, v: Any, proj: Any = None, options: Options = DEFAULT, *, causal: bool = False,
+    scale: float | None = None, classes: Any = None, machine: str = "auto", stream: Any = None,
+) -> tuple[Any, Kept]:  # fmt: skip
+    """(o, what the gradients need) by kernels.
+
+    Args:
+        q, k, v: ``[B, H, M, D]`` and ``[B, H, N, D]``, or with fewer leading axes, float16 or bfloat16; D is 64 or 128,
+            columns are packed and rows lie at multiples of 16 bytes.
+        proj: ``[D, D]`` of their type, packed columns; None without one.
+        classes: the map, int8 ``[B, H, row tiles, key tiles]`` of q's kind and packed; None: it is computed.
+        causal, scale, machine, stream: as :func:`flashnumba.stages.heads.forward`; the scale is above 0.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, before anything is launched.
+    """
+    check_machine(machine)
+    named = {"q": q, "k": k, "v": v} | ({} if proj is None else {"proj": proj})
+    refuse_gradients(**named)
+    found = {name: describe(x, name) for name, x in named.items()}
+    shape = check(found, causal)
+    scale = heads.check_scale(scale, shape.d)
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}; SLA's kernels take one above 0")
+    of_q = found["q"]
+    machine, arch = machine_of(machine, of_q, "q")
+    shape = replace(shape, arch=arch)
+    if int(arch.rstrip("a")) < 80:
+        raise ValueError(f"q is on sm_{arch}; SLA's kernels need sm_80 or later")
+    options = replace(options, projected=proj is not None)
+    with library_stream(of_q, stream):
+        o = empty_like_kind(q, of_q.shape)
+    views = {name: heads._view(x, found[name], 4) for name, x in named.items() if name != "proj"}
+    if proj is not None:
+        views["proj"] = proj
+    if classes is not None:
+        views["classes"] = check_classes(classes, shape, of_q)
+    views["o"] = heads._view(o, replace(describe(o, "o"), readonly=False), 4)
+    kept = Kept(shape, options, scale, machine, of_q.device, of_q, {"q": q})
+    kept.launch(plan_forward(shape, options, given=classes is not None), views, stream)
+    kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v}
+    return finish(o, of_q, stream), kept
+
+
+def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, Any]:
+    """(dq, dk, dv, dproj): new packed arrays as q, k and v; dproj float32 ``[D, D]``, None without a projection.
+
+    Raises:
+        TypeError, ValueError: do is not as q, or lies elsewhere.
+    """
+    refuse_gradients(do=do)
+    of_do, of_q = describe(do, "do"), kept.found
+    if of_do.element != of_q.element:
+        raise TypeError(f"do has elements of type {of_do.element}; they must be q's, {of_q.element}")
+    if of_do.shape != of_q.shape or of_do.device != of_q.device:
+        raise ValueError(f"do has shape {of_do.shape} on {of_do.device}; it must be as q: {of_q.shape}, {of_q.device}")
+    if heads.widest(of_do) < 16:
+        raise ValueError(f"do has strides {of_do.strides}; SLA's kernels take packed columns and rows at 16 bytes")
+    arrays = kept.arrays
+    with library_stream(of_q, stream):
+        results = [empty_like_kind(arrays[name], describe(arrays[name], name).shape) for name in "qkv"]
+    known = {name: heads._view(arrays[name], describe(arrays[name], name), 4) for name in "qkv"}
+    known |= {name: arrays[name] for name in KEPT if name in arrays and name not in known}
+    known["do"] = heads._view(do, of_do, 4)
+    for name, result in zip(("dq", "dk", "dv"), results, strict=True):
+        known[name] = heads._view(result, replace(describe(result, name), readonly=False), 4)
+    kept.launch(plan_backward(kept.shape, kept.options), known, stream)
+    dq, dk, dv = (finish(result, of_q, stream) for result in results)
+    return dq, dk, dv, finish(known["dproj"], of_q, stream) if kept.options.projected else None
+
+
+def check(found: dict[str, Described], causal: bool, *, kernels: bool = True) -> Shape:
+    """The shape of a problem that SLA takes, and its ``kernels``.
+
+    Raises:
+        TypeError, ValueError: as :func:`flashnumba.stages.heads.check`, and for what these kernels do not take.
+    """
+    q = found["q"]
+    shape = heads.check(q, found["k"], found["v"], causal=causal)
+    if shape.kv_heads != shape.heads:
+        raise ValueError(f"q has {shape.heads} heads and k {shape.kv_heads}; SLA takes as many of either")
+    if 0 in (shape.batch, shape.heads, shape.m, shape.n):
+        raise ValueError(f"q has shape {q.shape} and k {found['k'].shape}; SLA takes at least one row and one key")
+    if kernels and shape.element not in ("float16", "bfloat16"):
+        raise TypeError(f"q has elements of type {q.element}; SLA's kernels take float16 and bfloat16")
+    if kernels and shape.d not in DIMENSIONS:
+        raise ValueError(f"q has shape {q.shape}; SLA's kernels take a head dimension of 64 or 128")
+    if kernels and shape.vector < 16:
+        raise ValueError("q, k and v must have packed columns and rows at multiples of 16 bytes; pass them contiguous")
+    if "proj" in found:
+        proj = found["proj"]
+        if proj.element != shape.element:
+            raise TypeError(f"proj has elements of type {proj.element}; they must be q's, {shape.element}")
+        if proj.shape != (shape.d, shape.d) or proj.device != q.device:
+            raise ValueError(f"proj has shape {proj.shape}; it must be {(shape.d, shape.d)}, in one place with q")
+        if kernels and heads.widest(proj) < 16:
+            raise ValueError(f"proj has strides {proj.strides}; it must be contiguous")
+    return shape
+
+
+def check_classes(classes: Any, shape: Shape, of_q: Described) -> Any:
+    """A map of the caller's, as kernels take it."""
+    found, wanted = describe(classes, "classes"), (shape.batch, shape.heads, *tiles_of(shape))
+    if found.element != "int8" or found.shape != wanted or found.device != of_q.device:
+        raise ValueError(
+            f"classes is {found.element} of shape {found.shape}; it must be int8 of shape {wanted}, in one place with q"
+        )
+    return classes

@@ -1,0 +1,235 @@
+"""The forward of SLA: softmax attention over a row tile's list of key tiles, and the linear part with the sum of both.
+
+``attend``
+    The flash forward's steps, whose next key tile is the list's and not the next one. It leaves O^s, lse, and of each
+    row what the gradients make its weights of: the maximum of S and log2 of the sum, apart, so that scores of any size
+    lose nothing.
+``combine``
+    O^l = phi(Q_i) H_i / (phi(Q_i) Z_i), then O = O^s + O^l proj, a block for each row tile.
+
+What changed beside :mod:`flashnumba.tiles.forward`: 64 rows a block, since that is what shares a list. So K and V come
+from L2 for 64 rows and not for 128; where the compiler finds no registers for warps of 32 rows they are also read from
+shared memory for 16 rows at a time. So a tile costs more than in dense attention, and 95 % fewer tiles are less than 20
+times faster.
+
+With all tiles critical o is that of dense attention with as many keys a step, bit for bit.
+
+Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.instructions import (
+    cp_async_commit,
+    cp_async_wait,
+    global_address,
+    lg2_approx,
+    rcp_approx,
+    shared_address,
+)
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
+from flashnumba.stages.sparsity.sla_features import piece_of
+from flashnumba.stages.sparsity.sla_products import WARPS, address_of, make_product, make_row_steps
+from flashnumba.stages.sparsity.sla_reference import BLOCK
+from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, seen
+from flashnumba.tiles.copy_tile import make_copy_tile
+from flashnumba.tiles.rows import make_hide, make_store
+
+__all__ = ["ATTEND_FAULTS", "COMBINE_FAULTS", "combine_shared", "forward_tiles", "make_attend", "make_combine"]
+
+ATTEND_FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "list", "stride")
+"""What can be planted: "list" walks over the key tiles from the first on, whatever the list says."""
+COMBINE_FAULTS = ("barrier", "wait", "divide", "sparse")
+"""What can be planted: "divide" leaves the sum of weights out, "sparse" O^s."""
+
+
+def forward_tiles(d: int, arch: str = "90a") -> AttentionTiles:
+    """Tiles of ``attend``, those that were fastest on an H200: at d = 128 two warps of 32 rows, which read K and V from
+    shared memory half as often as four of 16 (325 TFLOP/s for 292 at 16k tokens), four blocks a multiprocessor.
+
+    All rescale O only where a maximum rises, as dense attention does at d = 128 on sm_90: the compiler fuses what is
+    multiplied and added in any case, and bits would differ.
+    """
+    if d > 64:
+        return AttentionTiles(d, BLOCK, BLOCK, 2 if arch.rstrip("a") == "90" else WARPS, 1, lazy=True)
+    return AttentionTiles(d, BLOCK, BLOCK, WARPS, 2, lazy=True)
+
+
+@cache
+def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
+    """``(q, k, v, o, lse, origin, bias, lists, counts, scale, causal)``; rows at multiples of 16 bytes, columns packed,
+    head dimension ``tiles.d``; scale above 0. A block for each row tile."""
+    d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
+    steps = make_steps(tiles, element, arch)
+    clear, load_q, multiply_qk, softmax_pv, row_total = (
+        steps.clear, steps.load_q, steps.multiply_qk, steps.softmax_pv, steps.total,
+    )  # fmt: skip
+    lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
+    next_row, pitch, slot_bytes = int(broken != "causal"), tiles.pitch, tiles.slot
+    hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
+    store = make_store(tiles, element, 16, arch)
+    copy_q = make_copy_tile(bm, d, threads, 16, arch, even=True)
+    copy_k = make_copy_tile(bn, d, threads, 16, arch, even=True, on=broken != "swizzle")
+    copy_v = make_copy_tile(bn, d, threads, 16, arch, even=True)
+    s_regs, o_regs, rows_held, q_regs = frags * bn // 2, frags * d // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
+    wait_all = cp_async_wait(0)
+    waits, meets, listed, swapped = (broken != x for x in ("wait", "barrier", "list", "stride"))
+
+    @device
+    def copy_keys(k_tile, k_from, k, tile):
+        first = int64(tile) * bn
+        copy_k(k_tile, k_from + first * k.strides[2], k.strides[2], k.strides[3], k.shape[2] - first, k.shape[3])
+
+    @device
+    def copy_values(v_tile, v_from, v, tile):
+        first, v_row = int64(tile) * bn, v.strides[2] if swapped else v.strides[3]
+        copy_v(v_tile, v_from + first * v_row, v_row, v.strides[3], v.shape[2] - first, v.shape[3])
+
+    @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name="sparsity.sla attend")
+    def attend(q, k, v, o, lse, origin, bias, lists, counts, scale, causal):
+        smem = cuda.shared.array(0, uint8)
+        q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
+        k_tile = q_tile + uint32(bm * pitch)
+        v_tile = k_tile + uint32(slots * slot_bytes)
+        lane = int32(cuda.threadIdx.x & 31)
+        warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
+        m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
+        batch, head, block = piece_of(cuda.blockIdx.x, counts.shape[2], q.shape[1])
+        row0, offset = block * bm, n_rows - m_rows
+        k_from, v_from = address_of(k, batch, head, int64(0)), address_of(v, batch, head, int64(0))
+        whole = min(n_rows, row0 + offset + next_row) if causal != 0 else n_rows  # all rows see the keys before it
+        mine, count = lists[batch, head, block], counts[batch, head, block]
+
+        factor = factor_of(scale)
+        q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
+        held = cuda.local.array(q_regs, uint32)
+        s = cuda.local.array(s_regs, float32)
+        acc = cuda.local.array(o_regs, float32)
+        m = cuda.local.array(rows_held, float32)
+        l = cuda.local.array(rows_held, float32)
+        clear(acc, m, l)
+        copy_q(q_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], m_rows - row0, columns)
+        tile, coming = int32(0), int32(0)
+        if count > 0:
+            tile = mine[0] if listed else int32(0)
+            copy_keys(k_tile, k_from, k, tile)
+            if slots == 2:
+                copy_values(v_tile, v_from, v, tile)
+        cp_async_commit()
+        wait_all()
+        cuda.syncthreads()  # Q is there for all
+        load_q(held, q_lane)
+        for i in range(int32(0), int32(count), int32(1)):
+            here = uint32(i & 1) * uint32(slot_bytes) if slots == 2 else uint32(0)
+            there, more = uint32(slot_bytes) - here, i + 1 < count
+            if more:
+                coming = mine[i + 1] if listed else int32(i + 1)
+            if waits:
+                wait_all()
+            if meets:
+                cuda.syncthreads()  # this tile's K (and V) are there for all, and nobody reads the slots filled next
+            if slots == 1:
+                copy_values(v_tile, v_from, v, tile)
+            elif more:
+                copy_keys(k_tile + there, k_from, k, coming)
+                copy_values(v_tile + there, v_from, v, coming)
+            cp_async_commit()
+            multiply_qk(s, held, q_lane, k_lane + here)
+            if int64(tile + 1) * bn > whole:
+                hide(s, int64(tile), row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
+            if slots == 1:
+                if waits:
+                    wait_all()
+                if meets:
+                    cuda.syncthreads()  # V is there for all, and nobody reads K any more
+                if more:
+                    copy_keys(k_tile, k_from, k, coming)
+                cp_async_commit()
+            softmax_pv(s, acc, m, l, factor, v_lane + here)
+            tile = coming
+
+        for r in range(rows_held):
+            row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
+            total = row_total(l[r])
+            if (lane & 3) == 0 and row < m_rows:
+                lse[batch, head, row] = log_sum(m[r], total, factor)
+                origin[batch, head, row] = seen(m[r])
+                bias[batch, head, row] = float32(float("inf")) if total == float32(0) else lg2_approx(total)
+        to = address_of(o, batch, head, row0)
+        store(to, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
+
+    return attend
+
+
+def combine_shared(d: int) -> int:
+    """Bytes of dynamic shared memory of ``combine``."""
+    return ALIGNMENT + 2 * d * (BLOCK + 2 * d)
+
+
+@cache
+def make_combine(d: int, element: str, projected: bool = True, arch: str = "80", *, broken: str = "") -> Kernel:
+    """``(phi, sums, proj, o_s, o_l, o, share, eps)``: phi, o_s, o_l and o ``[B, H, M, d]``, sums ``[B, H, row tiles, d
+    (d + 1)]``, proj ``[d, d]`` with packed rows, share float32 ``[B, H, M]``: 1 / (phi Z + eps), or 0 where there is
+    nothing. A block for each row tile. ``projected`` False: proj is not read, and is the identity."""
+    threads, row_bytes, state_bytes = 32 * WARPS, 2 * BLOCK * d, 2 * d * d
+    steps = make_row_steps(d, element, None, arch)
+    clear, pack, dot_row, add, store = steps.clear, steps.pack, steps.dot_row, steps.add, steps.store
+    copy_rows = make_copy_tile(BLOCK, d, threads, 16, arch, even=True)
+    copy_state = make_copy_tile(d, d, threads, 16, arch, even=True)
+    multiply, multiply_packed = make_product(element, BLOCK, d, d, True, False, arch)
+    regs, packed = d // 2, d // 4
+    wait_all = cp_async_wait(0)
+    waits, meets, divides, with_sparse = (broken != x for x in ("wait", "barrier", "divide", "sparse"))
+
+    @kernel(threads=threads, arch=arch, name="sparsity.sla combine")
+    def combine(phi, sums, proj, o_s, o_l, o, share, eps):
+        smem = cuda.shared.array(0, uint8)
+        phi_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
+        h_tile = phi_tile + uint32(row_bytes)
+        proj_tile = h_tile + uint32(state_bytes)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        warp_row = int32(16) * warp
+        batch, head, tile = piece_of(cuda.blockIdx.x, sums.shape[2], phi.shape[1])
+        row0, rows, columns = tile * BLOCK, phi.shape[2] - tile * BLOCK, phi.shape[3]
+        h_from = address_of(sums, batch, head, tile)
+        state_row, state_column = int64(2 * d), int64(2)
+        copy_rows(phi_tile, address_of(phi, batch, head, row0), phi.strides[2], phi.strides[3], rows, columns)
+        copy_state(h_tile, h_from, state_row, state_column, int64(d), int64(d))
+        if projected:
+            copy_state(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], int64(d), int64(d))
+        cp_async_commit()
+        if waits:
+            wait_all()
+        if meets:
+            cuda.syncthreads()  # all tiles are there for all
+        c = cuda.local.array(regs, float32)
+        p = cuda.local.array(packed, uint32)
+        sums_of = cuda.local.array(2, float32)
+        clear(c)
+        multiply(c, phi_tile, h_tile, warp)
+        dot_row(phi_tile, h_from + int64(state_bytes), warp_row, lane, sums_of)
+        for half in range(2):
+            row = int64(warp_row) + int64(lane >> 2) + int64(8 * half)
+            total = sums_of[half] + eps
+            part = float32(0) if total == float32(0) else rcp_approx(total)
+            if (lane & 3) == 0 and row < rows:
+                share[batch, head, row0 + row] = part
+            for n in range(d // 8):
+                for i in range(2):
+                    c[4 * n + 2 * half + i] *= part if divides else float32(1)
+        pack(c, p)
+        store(
+            address_of(o_l, batch, head, row0), o_l.strides[2], o_l.strides[3], c, phi_tile, warp_row, lane, rows,
+            columns,
+        )  # fmt: skip
+        if projected:
+            clear(c)
+            multiply_packed(c, p, proj_tile)
+        if with_sparse:
+            add(c, address_of(o_s, batch, head, row0), o_s.strides[2], warp_row, lane, rows)
+        store(address_of(o, batch, head, row0), o.strides[2], o.strides[3], c, phi_tile, warp_row, lane, rows, columns)
+
+    return combine

@@ -1,0 +1,208 @@
+"""Which kernels SLA launches, with what arguments: the forward, the gradients, and what they leave for one another.
+
+Forward: ``features`` of q and of k, ``classify``, ``row lists``, ``states``, ``gather``, ``attend``, ``combine``.
+Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashnumba.machine.numba import types
+from flashnumba.stages.heads import Launch, Plan, Shape
+from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_linear_backward, sla_states
+from flashnumba.stages.sparsity.sla_features import THREADS, make_features
+from flashnumba.stages.sparsity.sla_lists import (
+    KEY_THREADS,
+    classify_warps,
+    make_classify,
+    make_key_lists,
+    make_row_lists,
+)
+from flashnumba.stages.sparsity.sla_reference import BLOCK
+from flashnumba.tiles.forward import tier
+
+if TYPE_CHECKING:
+    from flashnumba.machine.compiler import CompileCase
+
+__all__ = ["DEFAULT", "Options", "compile_cases", "plan_backward", "plan_forward", "signature", "sizes", "tiles_of"]
+
+CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
+"""What kernels are compiled for."""
+OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
+"""Those whose tiles are others on sm_90, at D = 128."""
+OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
+"""Those whose tiles are others on sm_90, at D = 128."""
+PARTS = 264
+"""Blocks that share out dproj: two for each multiprocessor of an H200."""
+OF_INPUT = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
+SCALARS = {
+    "scale": types.float32, "causal": types.int32, "rows": types.int64, "keys": types.int64, "critical": types.int64,
+    "negligible": types.int64, "unit": types.float32, "eps": types.float32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """How SLA is computed, checked by :func:`flashnumba.stages.sparsity.sla.check_options`.
+
+    Attributes:
+        critical, negligible: shares of a row's tiles.
+        feature_map, form, eps: as :mod:`~flashnumba.stages.sparsity.sla_reference` says them.
+        projected: there is a projection; without one it is the identity.
+    """
+
+    critical: float = 0.05
+    negligible: float = 0.10
+    feature_map: str = "softmax"
+    form: str = "paper"
+    eps: float = 0.0
+    projected: bool = True
+
+
+DEFAULT = Options()
+"""The authors' shares, and the paper's form."""
+
+
+def sizes(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Elements and shape of everything that kernels leave for one another, by name."""
+    b, h, m, n, d, element = shape.batch, shape.heads, shape.m, shape.n, shape.d, shape.element
+    i, j = tiles_of(shape)
+    parts = min(PARTS, b * h * i)
+    return {
+        **dict.fromkeys(("phi_q", "o_s", "o_l"), (element, (b, h, m, d))), "phi_k": (element, (b, h, n, d)),
+        "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, h, d, j)), "classes": ("int8", (b, h, i, j)),
+        "lists": ("int32", (b, h, i, j)), "counts": ("int32", (b, h, i)), "key_lists": ("int32", (b, h, j, i)),
+        "key_counts": ("int32", (b, h, j)), "weights": (element, (b, h, i, -(-j // 8) * 8)),
+        **dict.fromkeys(("states", "dstates"), (element, (b, h, j, d * (d + 1)))),
+        **dict.fromkeys(("sums", "dsums"), (element, (b, h, i, d * (d + 1)))),
+        **dict.fromkeys(("lse", "origin", "bias", "share", "delta"), ("float32", (b, h, m))),
+        "parts": ("float32", (parts, d, d)), "dproj": ("float32", (d, d)), "proj": (element, (d, d)),
+    }  # fmt: skip
+
+
+def tiles_of(shape: Shape) -> tuple[int, int]:
+    """Row tiles and key tiles of a head."""
+    return -(-shape.m // BLOCK), -(-shape.n // BLOCK)
+
+
+def gather_blocks(rows: int, shape: Shape) -> int:
+    across = -(-shape.d * (shape.d + 1) // sla_states.GATHER_TILE)
+    return -(-rows // sla_states.GATHER_TILE) * across * shape.batch * shape.heads
+
+
+def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = False) -> Plan:
+    """The forward; ``given``: the map is the caller's."""
+    d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
+    i, j = tiles_of(shape)
+    features = make_features(d, element, options.feature_map, arch)
+    attend = sla_forward.forward_tiles(d, shape.arch)
+    launches = [
+        Launch(features, i * all_heads, THREADS, 0, ("q", "phi_q", "q_means")),
+        Launch(features, j * all_heads, THREADS, 0, ("k", "phi_k", "k_means")),
+    ]
+    if not given:
+        of_map = ("q_means", "k_means", "classes", "rows", "keys", "critical", "negligible", "causal")
+        warps = classify_warps(j)
+        blocks = -(-i // warps) * all_heads
+        launches.append(Launch(make_classify(d, warps), blocks, 32 * warps, 4 * j * warps, of_map))
+    launches += [
+        Launch(
+            make_row_lists(element, options.form, arch), i * all_heads, 32, 0,
+            ("classes", "lists", "counts", "weights", "unit"),
+        ),
+        Launch(
+            sla_states.make_states(d, element, arch), j * all_heads, 128, sla_states.states_shared(d),
+            ("phi_k", "v", "states"),
+        ),
+        Launch(
+            sla_states.make_gather(element, False, arch), gather_blocks(i, shape), sla_states.GATHER_THREADS,
+            sla_states.GATHER_SHARED, ("weights", "states", "sums"),
+        ),
+        Launch(
+            sla_forward.make_attend(attend, element, arch), i * all_heads, attend.threads, attend.shared,
+            ("q", "k", "v", "o_s", "lse", "origin", "bias", "lists", "counts", "scale", "causal"),
+        ),
+        Launch(
+            sla_forward.make_combine(d, element, options.projected, arch), i * all_heads, 128,
+            sla_forward.combine_shared(d), ("phi_q", "sums", "proj", "o_s", "o_l", "o", "share", "eps"),
+        ),
+    ]  # fmt: skip
+    return Plan(tuple(launches), scratch_of(shape, launches))
+
+
+def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
+    """The gradients, from what the forward has kept."""
+    d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
+    i, j = tiles_of(shape)
+    of_rows, of_keys = sla_backward.dq_tiles(d, shape.arch), sla_backward.dkdv_tiles(d, shape.arch)
+    statistics = ("delta", "origin", "bias")
+    key_blocks, parts, linear = -(-j // KEY_THREADS) * all_heads, min(PARTS, i * all_heads), sla_linear_backward
+    launches = [
+        Launch(make_key_lists(), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
+        Launch(
+            linear.make_rows(d, element, options.feature_map, options.projected, arch), i * all_heads, 128,
+            linear.rows_shared(d), ("do", "o_s", "o_l", "phi_q", "sums", "proj", "share", "dq", "dsums", "delta"),
+        ),
+        Launch(
+            sla_states.make_gather(element, True, arch), gather_blocks(j, shape), sla_states.GATHER_THREADS,
+            sla_states.GATHER_SHARED, ("weights", "dsums", "dstates"),
+        ),
+        Launch(
+            linear.make_keys(d, element, options.feature_map, arch), j * all_heads, 128, linear.keys_shared(d),
+            ("v", "phi_k", "dstates", "dk", "dv"),
+        ),
+        Launch(
+            sla_backward.make_dq(of_rows, element, arch), i * all_heads, of_rows.threads, of_rows.shared,
+            ("q", "k", "v", "do", "dq", *statistics, "lists", "counts", "scale", "causal"),
+        ),
+        Launch(
+            sla_backward.make_dkdv(of_keys, element, arch), j * all_heads, of_keys.threads, of_keys.shared,
+            ("q", "k", "v", "do", "dk", "dv", *statistics, "key_lists", "key_counts", "scale", "causal"),
+        ),
+    ]  # fmt: skip
+    if options.projected:
+        launches += [
+            Launch(linear.make_project(d, element, arch), parts, 128, linear.project_shared(d), ("o_l", "do", "parts")),
+            Launch(linear.make_add_up(), d * d // 128, 128, 0, ("parts", "dproj")),
+        ]
+    return Plan(tuple(launches), scratch_of(shape, launches))
+
+
+def scratch_of(shape: Shape, launches: list[Launch]) -> dict[str, tuple[int, ...]]:
+    known = sizes(shape)
+    return {name: known[name][1] for launch in launches for name in launch.args if name in known}
+
+
+def signature(shape: Shape, args: tuple[str, ...]) -> tuple[Any, ...]:
+    """Numba types of a kernel's arguments: the caller's arrays of any strides, the others packed."""
+    plain = {"float16": types.float16, "bfloat16": types.uint16}[shape.element]
+    known = {name: types.Array(plain, 4, "A") for name in OF_INPUT} | SCALARS
+    for name, (kind, size) in sizes(shape).items():
+        of = plain if kind == shape.element else getattr(types, kind)
+        known[name] = types.Array(of, len(size), "A" if name == "proj" else "C")
+    return tuple(known[a] for a in args)
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Kernels as they are launched, for the compiler's tables and gates: all of them at D = 128, and those whose
+    registers depend on D at 64."""
+    from flashnumba.machine.compiler import CompileCase
+
+    def cases(element: str, d: int, chosen_for: tuple[str, ...], only: tuple[str, ...] = ()) -> Iterator[CompileCase]:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
+        for launch in (*plan_forward(shape).launches[1:], *plan_backward(shape).launches):
+            name = launch.kernel.name
+            if (only and name not in only) or (not only and name in OF_SM_90):
+                continue
+            title = f"{name} {element} d {d}, tiles for sm_{chosen_for[0]}"
+            wanted = signature(shape, launch.args)
+            yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)
+
+    yield from cases("float16", 128, CLAIMED)
+    yield from cases("float16", 128, ("90a",), OF_SM_90)
+    yield from cases("bfloat16", 128, ("90a",), OF_SM_90)
+    yield from cases("float16", 128, tuple(arch for arch in CLAIMED if arch != "90a"), OF_SM_90)
+    yield from cases("float16", 64, CLAIMED, (*OF_SM_90, "sparsity.sla dq", "sparsity.sla rows backward"))

@@ -1,0 +1,183 @@
+"""The two operators of SLA as torch knows them, what they do, and the function with a derivative that is made of them.
+
+On a GPU both are the kernels of :mod:`flashnumba.stages.sparsity.sla`; on a CPU they are computed by definition in
+float64, :mod:`flashnumba.stages.sparsity.sla_reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashnumba.machine.arrays import describe
+from flashnumba.stages import heads
+from flashnumba.stages.host import machine_of
+from flashnumba.stages.sparsity import sla
+from flashnumba.stages.sparsity import sla_reference as reference
+
+__all__ = ["BACKWARD", "FORWARD", "LEFT", "Maybe", "Sla", "backward", "forward", "forward_fake"]
+
+LEFT = tuple(name for name in sla.KEPT if name not in ("q", "k", "v", "proj", "classes"))
+"""What the forward's kernels leave for those of the gradients, beside the inputs and the map."""
+OPTIONS = (
+    "float critical, float negligible, str feature_map, str form, float eps, bool causal, float? scale, str backend"
+)
+Maybe = Tensor | None
+
+
+def by_kernels(q: Tensor, backend: str) -> bool:
+    return backend == "emulator" or q.device.type != "cpu"
+
+
+def aligned(x: Tensor) -> Tensor:
+    """As kernels take it: columns packed, rows at multiples of 16 bytes."""
+    x = x.detach().resolve_neg()
+    return x if heads.widest(describe(x)) >= 16 else x.clone(memory_format=torch.contiguous_format)
+
+
+# -- what the operators do ---------------------------------------------------------------------------------------------
+def forward(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: Any) -> tuple[Tensor, list[Tensor]]:
+    """(o, [the map unless it is given, and what the kernels leave])."""
+    options, causal, scale, backend = _options(proj, *how)
+    if not by_kernels(q, backend):
+        return _forward_by_definition(q, k, v, proj, classes, options, causal, scale)
+    machine, cast = "emulator" if backend == "emulator" else "auto", None if proj is None else proj.detach().to(q.dtype)
+    o, kept = sla.forward(
+        aligned(q), aligned(k), aligned(v), None if cast is None else cast.contiguous(), options, causal=causal,
+        scale=scale, classes=classes, machine=machine,
+    )  # fmt: skip
+    names = LEFT if classes is not None else ("classes", *LEFT)
+    return o, [kept.arrays[name] for name in names]
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, left: list[Tensor], *how: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv, dproj), the last of the dtype of proj, and empty without one."""
+    options, causal, scale, backend = _options(proj, *how)
+    if not by_kernels(q, backend):
+        return _backward_by_definition(do, q, k, v, proj, classes, options, causal, scale)
+    arrays = {
+        "q": aligned(q),
+        "k": aligned(k),
+        "v": aligned(v),
+        "classes": classes,
+        **dict(zip(LEFT, left, strict=True)),
+    }
+    if proj is not None:
+        arrays["proj"] = proj.detach().to(q.dtype).contiguous()
+    of_q = describe(arrays["q"], "q")
+    machine, arch = machine_of("emulator" if backend == "emulator" else "auto", of_q, "q")
+    shape = replace(sla.check({name: describe(arrays[name], name) for name in "qkv"}, causal), arch=arch)
+    kept = sla.Kept(shape, options, heads.check_scale(scale, shape.d), machine, of_q.device, of_q, arrays)
+    dq, dk, dv, dproj = sla.backward(aligned(do), kept)
+    return dq, dk, dv, q.new_empty(0) if proj is None else dproj.to(proj.dtype)
+
+
+def _options(
+    proj: Maybe, critical: float, negligible: float, feature_map: str, form: str, eps: float, causal: bool,
+    scale: float | None, backend: str,
+) -> tuple[sla.Options, bool, float | None, str]:  # fmt: skip
+    options = sla.check_options(critical, negligible, feature_map, form, eps, proj is not None)
+    return options, causal, scale, backend
+
+
+def _how(options: sla.Options, causal: bool, scale: float | None) -> dict[str, Any]:
+    return {"feature_map": options.feature_map, "form": options.form, "eps": options.eps, "causal": causal,
+            "scale": scale}  # fmt: skip
+
+
+def _values(*tensors: Maybe) -> list[Any]:
+    return [None if x is None else x.detach().resolve_neg().double().numpy() for x in tensors]
+
+
+def _forward_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, options: sla.Options, causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    given = classes is not None
+    if not given:
+        found = reference.classify(*_values(q, k), options.critical, options.negligible, causal)
+        classes = torch.from_numpy(found)
+    result = reference.attend(*_values(q, k, v), classes.numpy(), *_values(proj), **_how(options, causal, scale))
+    return torch.from_numpy(result.o).to(q.dtype).contiguous(), [] if given else [classes]
+
+
+def _backward_by_definition(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, options: sla.Options, causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    how = _how(options, causal, scale)
+    *found, dproj = reference.gradients(*_values(do, q, k, v), classes.numpy(), *_values(proj), **how)
+    dq, dk, dv = (torch.from_numpy(x).to(y.dtype).contiguous() for x, y in zip(found, (q, k, v), strict=True))
+    return dq, dk, dv, q.new_empty(0) if proj is None else torch.from_numpy(dproj).to(proj.dtype)
+
+
+# -- what their results look like to a tracer --------------------------------------------------------------------------
+def forward_fake(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: Any) -> Any:
+    from flashnumba.stages.heads import Shape
+
+    batch, heads, m, d = q.shape
+    shape = Shape(str(q.dtype).removeprefix("torch."), batch, heads, heads, m, k.shape[2], d)
+    names = (() if classes is not None else ("classes",)) + (LEFT if by_kernels(q, how[-1]) else ())
+    of = sla.sizes(shape)
+    return q.new_empty(q.shape), [q.new_empty(of[name][1], dtype=getattr(torch, of[name][0])) for name in names]
+
+
+def backward_fake(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, left: list[Tensor], *how: Any
+) -> Any:  # fmt: skip
+    return (*(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if proj is None else proj.new_empty(proj.shape))
+
+
+def _declare() -> tuple[torch.library.Library, Any, Any]:
+    """The library, which must stay alive, and its two operators."""
+    library = torch.library.Library("flashnumba", "FRAGMENT")
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor? proj"
+    library.define(
+        f"sla_forward({inputs}, Tensor? classes, {OPTIONS}) -> (Tensor o, Tensor[] kept)",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+    library.define(
+        f"sla_backward(Tensor do, {inputs}, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, Tensor dk, "
+        "Tensor dv, Tensor dproj)",
+        tags=torch.Tag.pt2_compliant_tag,
+    )
+    for name, does, fake in (("sla_forward", forward, forward_fake), ("sla_backward", backward, backward_fake)):
+        for device in ("CPU", "CUDA"):
+            library.impl(name, does, device)
+        torch.library.register_fake(f"flashnumba::{name}", fake, lib=library)
+    torch.library.register_autograd("flashnumba::sla_backward", _no_second_derivative, lib=library)
+    operators = torch.ops.flashnumba
+    return library, operators.sla_forward.default, operators.sla_backward.default
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError("SLA has no second derivatives: a gradient of it was differentiated again")
+
+
+_LIBRARY, FORWARD, BACKWARD = _declare()
+
+
+class Sla(torch.autograd.Function):
+    """The two operators as a function and its derivative; the map is held fixed."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: Any) -> Any:
+        o, kept = FORWARD(q, k, v, proj, classes, *how)
+        found, left = (kept[0], kept[1:]) if classes is None else (classes, kept)
+        ctx.how = how
+        ctx.save_for_backward(q, k, v, proj, found, *left)
+        if classes is not None:
+            return o
+        ctx.mark_non_differentiable(found)
+        return o, found
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, *others: Any) -> Any:
+        q, k, v, proj, classes, *left = ctx.saved_tensors
+        *found, dproj = BACKWARD(do, q, k, v, proj, classes, left, *ctx.how)
+        return (*found, None if proj is None else dproj, None, *(None for _ in ctx.how))

@@ -1,0 +1,35 @@
+"""The bench of the stage sparsity: one small problem of each kind on the emulator."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from flashnumba.bench import sparsity  # noqa: E402
+from flashnumba.bench.attention import Problem  # noqa: E402
+from tests.bench.fakes import HostClock  # noqa: E402
+
+
+def test_prefill_beside_the_dense_kernel(monkeypatch):
+    monkeypatch.setattr(sparsity, "HALVINGS", 2)
+    problem = Problem("float16", 1, 1, 130, 64)
+    size = sparsity.measure(
+        problem, names=("warp_skip", "prediction"), targets=(0.0, 0.5), clock=HostClock(), machine="emulator"
+    )  # fmt: skip
+    dense, nothing, skipping, prediction = size.measured
+    names = [sparsity.DENSE, "warp_skip, 0%", "warp_skip, 50%", "sparge, prediction alone"]
+    assert [m.name for m in size.measured] == names and nothing.figures["skipped"] == 0
+    assert all(not m.note for m in size.measured) and skipping.error <= skipping.budget
+    assert skipping.figures["of_dense"] == dense.seconds / skipping.seconds
+    assert 0 < skipping.figures["skipped"] < 1 and prediction.figures["skipped"] is None
+
+
+def test_decoding_beside_the_dense_kernel(monkeypatch):
+    monkeypatch.setattr(sparsity, "HALVINGS", 3)
+    step = sparsity.DecodeProblem(batch=1, n=300, heads=4, kv_heads=2, d=64)
+    size = sparsity.measure_decode(step, targets=(0.0, 0.5), clock=HostClock(), machine="emulator")
+    assert [m.name for m in size.measured] == [sparsity.SPLIT, "blasst, 0%", "blasst, 50%"]
+    for m in size.measured:
+        assert m.error <= m.budget and not m.note, m
+    assert size.measured[1].figures["skipped"] == 0 < size.measured[2].figures["skipped"]

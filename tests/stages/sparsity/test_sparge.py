@@ -1,0 +1,92 @@
+"""SpargeAttn's prediction on the device: the reference's mask, whatever the tokens; and each planted fault shows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from flashnumba.machine.emulator import Fault
+from flashnumba.stages.sparsity import mma, predict
+from flashnumba.stages.sparsity import reference as R
+from tests.stages.sparsity.sparse_cases import right, run
+from tests.stages.sparsity.test_mma import TWO
+
+ROWS, KEYS = 64, 32
+
+
+def tokens(m=150, n=300, *, heads=2, d=32, seed=0):
+    """q and k of runs of tokens that are alike, except for a block of each."""
+    rng = np.random.default_rng(seed)
+
+    def runs(length, each, count, size):
+        mean = np.repeat(rng.standard_normal((1, count, -(-length // each), d)), each, 2)[:, :, :length]
+        return size * mean + 0.3 * rng.standard_normal((1, count, length, d))
+
+    q, k, v = runs(m, 30, heads, 2.0), runs(n, 20, 1, 1.0), rng.standard_normal((1, 1, n, d))
+    k[:, :, 64:96] = rng.standard_normal((1, 1, min(n, 96) - min(n, 64), d))
+    q[:, :1, 64:128] = rng.standard_normal(q[:, :1, 64:128].shape)
+    return tuple(x.astype(np.float16) for x in (q, k, v))
+
+
+def predicted(qkv, *, alike=0.3, cdf=0.9, topk=None, sink=False, causal=False, broken="", **more):
+    plan = partial(
+        mma.plan_sparge, by_count=topk is not None, block_m=ROWS, block_n=KEYS, noted=True, tiles=TWO, broken=broken
+    )  # fmt: skip
+    blocks = -(-qkv[1].shape[2] // KEYS)
+    kept = max(1, int(topk * blocks)) if topk is not None else 1e30 if cdf >= 1 else cdf
+    given = {"limit": -np.inf, "alike": alike, "kept": kept, "sink": sink}
+    return run(plan, qkv, given, causal=causal, **more)
+
+
+def wanted(qkv, *, alike=0.3, cdf=0.9, topk=None, sink=False, causal=False):
+    return R.predict(
+        *qkv[:2], rows=ROWS, keys=KEYS, alike=alike, cdf=cdf, topk=topk, sink=sink, causal=causal
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"topk": 0.3, "causal": True}, {"alike": 2.0, "cdf": 0.1}, {"alike": -1.0, "cdf": 0.0, "sink": True},
+     {"cdf": 1.0, "alike": -1.0, "causal": True}],
+    ids=["sum", "count, causal", "nothing is alike", "one block, and the sink", "all"],
+)  # fmt: skip
+def test_the_mask_is_the_references(machine, options):
+    qkv = tokens()
+    o, lse, made = predicted(qkv, **options, machine=machine)
+    mask = wanted(qkv, **options)
+    np.testing.assert_array_equal(made["mask"], mask)
+    causal = options.get("causal", False)
+    assert mask.any(-1).all(), "every row keeps a block"
+    assert right((o, lse), qkv, R.expand(mask, ROWS, KEYS, *(x.shape[2] for x in qkv[:2])), causal=causal)
+    np.testing.assert_allclose(made["same_k"], R.alikeness(qkv[1], KEYS), atol=1e-5)
+
+
+@pytest.mark.parametrize("m, n", [(7, 1), (1, 33), (65, 31)])
+def test_short_sequences_and_tokens_of_zeros(machine, m, n):
+    qkv = tokens(m, n)
+    qkv[1][:, :, : n // 2] = 0
+    _, _, made = predicted(qkv, causal=True, machine=machine)
+    np.testing.assert_array_equal(made["mask"], wanted(qkv, causal=True))
+
+
+def test_equal_weights_are_kept_in_order(machine):
+    """All keys one: a budget of 0.5 of eight equal blocks keeps the first four; so does half of them by count."""
+    q, k, v = tokens(64, 8 * KEYS, heads=1)
+    k[...] = k[:, :, :1]
+    for options in ({"cdf": 0.5}, {"topk": 0.5}):
+        _, _, made = predicted((q, k, v), alike=-1.0, **options, machine=machine)
+        assert made["mask"].ravel().tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("broken", predict.FAULTS)
+def test_planted_faults(broken):
+    qkv = tokens()
+    qkv[1][:, :, ::20] *= 8  # a few long tokens, which lengths would give the say
+    sound = wanted(qkv)
+    try:
+        _, _, made = predicted(qkv, broken=broken)
+    except Fault:
+        return
+    assert not np.array_equal(made["mask"], sound)

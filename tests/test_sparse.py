@@ -1,0 +1,98 @@
+"""The public functions of sparse attention: NumPy and kernels agree, and bad input is refused before anything runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flashnumba import attention
+from flashnumba.compare import assert_close
+from flashnumba.data.structured import structured
+from flashnumba.sparse import (
+    Calibration,
+    blasst_attention,
+    block_sparse_attention,
+    calibrate,
+    sparge_attention,
+    warp_skip_attention,
+)
+
+Q, K, V = structured(200, 32, heads=2, kv_heads=1)
+MASK = np.array([[1, 0, 1, 1], [1, 1, 0, 1]], bool)[None, None].repeat(2, 1)
+CALLS = {
+    "blasst": (blasst_attention, {"threshold": 0.01}),
+    "warp_skip": (warp_skip_attention, {"threshold": 0.01}),
+    "sparge": (sparge_attention, {"simthreshd1": 0.1, "cdfthreshd": 0.7}),
+    "block_sparse": (block_sparse_attention, {"mask": MASK}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_numpy_and_kernels_agree(name):
+    function, options = CALLS[name]
+    exact, of_numpy = function(Q, K, V, **options, return_info=True, backend="numpy")
+    o, info = function(Q, K, V, **options, return_info=True, backend="emulator")
+    assert_close(o, exact, exact.astype(np.float64) + 1e-3, what=name)
+    assert info.computed() > 0
+    if name in ("blasst", "warp_skip"):
+        assert info.tile == of_numpy.tile and info.skipped() > 0
+        np.testing.assert_array_equal(info.tile_map, of_numpy.tile_map)
+    elif name == "sparge":
+        np.testing.assert_array_equal(info.mask, of_numpy.mask)
+        assert info.mask.sum() < info.mask.size
+    plain = function(Q, K, V, **options, backend="emulator")
+    np.testing.assert_array_equal(plain, o, err_msg="whether a map is made changes no bit")
+
+
+def test_decoding_and_no_threshold():
+    o, info = blasst_attention(Q[:, :, -3:], K, V, threshold=0.02, return_info=True, backend="emulator")
+    assert info.tile == (16, 32) and info.tile_map.shape == (1, 1, 1, 7)
+    dense = attention(Q[:, :, -3:], K, V, backend="numpy")
+    assert np.abs(o.astype(float) - dense).max() < 200 * 0.02
+    q, k, v = structured(40, 96, heads=1)
+    exact = blasst_attention(q, k, v, threshold=0.0, backend="emulator")
+    np.testing.assert_array_equal(exact, attention(q, k, v, backend="flash_forward.mma"))
+
+
+def test_leading_axes_and_nothing():
+    few = blasst_attention(Q[0, 0, :5], K[0, 0], V[0, 0], threshold=0.0, backend="numpy")
+    assert few.shape == (5, 32)
+    assert (warp_skip_attention(Q, K[:, :, :0], V[:, :, :0], threshold=0.5, backend="emulator") == 0).all()
+    assert block_sparse_attention(Q[0], K[0], V[0], mask=MASK[0], backend="numpy").shape == (2, 200, 32)
+
+
+def test_calibration_goes_through_its_points():
+    made = Calibration(7.92, 8.615)
+    assert made.threshold(0.5, 65536) == pytest.approx(587.18 / 65536, rel=0.01), "as published"
+    assert made.threshold(0.0, 10) == 0.0 and made.threshold(0.99, 1) < 1
+    q, k, v = structured(1024, 32, heads=4)
+    fitted = calibrate([(q, k, v)], trials=(0.01, 0.05, 0.2, 0.5), backend="numpy")
+    _, info = blasst_attention(
+        q, k, v, target_sparsity=0.4, calibration=fitted, causal=True, return_info=True, backend="numpy"
+    )
+    assert 0.15 < info.skipped() < 0.65, "four heads and one length are few samples"
+    with pytest.raises(ValueError, match="a line takes two that differ"):
+        calibrate([(q[:, :, :64], k[:, :, :64], v[:, :, :64])], backend="numpy")
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: blasst_attention(Q, K, V), ValueError, "give one of the two"),
+        (lambda: blasst_attention(Q, K, V, threshold=1.0), ValueError, "threshold is 1.0"),
+        (lambda: blasst_attention(Q, K, V, threshold="a"), TypeError, "threshold is 'a'"),
+        (lambda: blasst_attention(Q, K, V, target_sparsity=1.0), ValueError, "share is 1.0"),
+        (lambda: blasst_attention(Q, K, V, threshold=0.1, backend="gpu"), ValueError, "backend is 'gpu'"),
+        (lambda: blasst_attention(Q, K, V, threshold=0.1, return_info=1), TypeError, "return_info is 1"),
+        (lambda: warp_skip_attention(*(x.astype(np.float32) for x in (Q, K, V)), threshold=0.1), ValueError, "float32"),
+        (lambda: warp_skip_attention(Q, K, V, threshold=0.1, keep_sum=0), TypeError, "keep_sum is 0"),
+        (lambda: sparge_attention(Q, K, V, cdfthreshd=1.5), ValueError, "cdfthreshd is 1.5"),
+        (lambda: sparge_attention(Q, K, V, topk=2.0), ValueError, "topk is 2.0"),
+        (lambda: sparge_attention(Q, K, V, block_m=100), ValueError, "block_m is 100"),
+        (lambda: block_sparse_attention(Q, K, V, mask=MASK[:, :1]), ValueError, "mask has shape"),
+        (lambda: block_sparse_attention(Q, K, V, mask=MASK.astype(np.int32)), TypeError, "bool or uint8"),
+    ],
+)
+def test_bad_input_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
