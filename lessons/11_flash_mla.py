@@ -197,7 +197,6 @@ for ax, shown in zip(axes, (mma.tiles_for(16, "90a"), mma.tiles_for(64, "90a")),
     ax.imshow(np.concatenate([of_s.repeat(2, 1), gap, of_o], 1), aspect="auto", cmap="tab10", vmin=0, vmax=9)
     ax.set_title(f"{shown.bm} rows, {shown.warps} warps: S (keys, twice as wide) and O (columns)", fontsize=10)
     ax.set(xlabel="one colour a warp", ylabel="row")
-plt.tight_layout()
 plt.show()
 
 # %% [markdown]
