@@ -2,5 +2,6 @@
 
 from flashnumba.attention import NoGpuWarning, attention
 from flashnumba.gradients import attention_backward
+from flashnumba.mla import MLACache, mla_decode, mla_prefill
 
-__all__ = ["NoGpuWarning", "attention", "attention_backward"]
+__all__ = ["MLACache", "NoGpuWarning", "attention", "attention_backward", "mla_decode", "mla_prefill"]

@@ -29,6 +29,7 @@ NAMES = (
     "backward",
     "fp8",
     "sparsity",
+    "flash_mla",
 )
 
 STAGES: tuple[Stage, ...] = tuple(import_module(f"flashnumba.stages.{name}").STAGE for name in NAMES)

@@ -11,7 +11,8 @@ from flashnumba.machine.instruction import REGISTRY
 
 HOW_TO = Path(__file__).parents[1] / "docs" / "how-to"
 PAGES = {
-    "add-an-instruction": "", "add-a-kernel": "", "attention": "", "timeline": "", "pytorch": "torch", "sla": "torch",
+    "add-an-instruction": "", "add-a-kernel": "", "attention": "", "mla": "", "timeline": "", "pytorch": "torch",
+    "sla": "torch",
     "cupy-jax": "jax",
 }  # fmt: skip
 """Pages, and the library that each asks for beyond the package's own."""

@@ -84,6 +84,9 @@ SHOWN = {
         "padding: 1 tiles left out, 4 should be; within the budget", "alone: 5 tiles left out, 4 should be",
         "vote_barrier: Race: thread", "flags[1]",
     ],
+    "11_flash_mla": [
+        "page: error", "above the budget", "twice: error", "above the budget", "ReadInFlight: shared byte",
+    ],
 }  # fmt: skip
 """What the cells tagged break-it must say, in this order."""
 

@@ -74,6 +74,7 @@ def pages() -> dict[str, str]:
             "flashnumba.attention",
             "flashnumba.gradients",
             "flashnumba.fp8",
+            "flashnumba.mla",
             *modules_of("flashnumba.sparse"),
         ],
         "stages": stages(),

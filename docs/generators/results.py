@@ -24,7 +24,8 @@ from generators.tables import markdown
 __all__ = ["draw_attention", "page"]
 
 BENCHES = (
-    "softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode", "fp8", "sparsity", "counters",
+    "softmax", "gemm", "attention", "chain", "staged", "balance", "backward", "decode", "fp8", "sparsity", "mla",
+    "counters",
 )  # fmt: skip
 """In the order of the page; each is a command of ``flashnumba bench`` and a file."""
 NOT_RESULTS = ("resources", "timeline", "training")

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import typer
 
-from flashnumba.commands.bench.beyond import backward, counters, fp8, sparsity
+from flashnumba.commands.bench.beyond import backward, counters, fp8, mla, sparsity
 from flashnumba.commands.bench.forward import attention, balance, chain, decode, staged
 from flashnumba.commands.bench.products import gemm, simulator, softmax
 
 __all__ = ["register"]
 
-COMMANDS = (softmax, gemm, attention, chain, staged, balance, backward, fp8, sparsity, decode, counters, simulator)
+COMMANDS = (
+    softmax, gemm, attention, chain, staged, balance, backward, fp8, sparsity, mla, decode, counters, simulator,
+)  # fmt: skip
 
 
 def register(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""``flashnumba bench`` of gradients and FP8, and hardware counters."""
+"""``flashnumba bench`` of gradients, FP8 and latent attention, and hardware counters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flashnumba.commands.bench.table import (
     title_of,
 )
 
-__all__ = ["backward", "counters", "fp8", "sparsity"]
+__all__ = ["backward", "counters", "fp8", "mla", "sparsity"]
 
 
 def backward(
@@ -155,6 +155,34 @@ def sparsity(
     columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
     columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("critical %", "critical", 100)]
     measure_all(places, columns, out, found, seconds)
+
+
+def mla(
+    out: Out = RESULTS / "mla.json",
+    batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 128,
+    lengths: Lengths = "4096,8192,16384,32768",
+    heads: Annotated[str, typer.Option(help="Heads, separated by commas.")] = "128,16",
+    prefill: Annotated[str, typer.Option(help="Tokens of a prefill, separated by commas.")] = "1024,4096",
+    runs: Runs = 20,
+    seconds: Seconds = 200.0,
+) -> None:
+    """Latent attention: decoding beside a copy, a cache in 8 bits beside one in 16, and prefill."""
+    from flashnumba.bench import mla as benchmark
+
+    counts, keys = numbers_of("--heads", heads), numbers_of("--lengths", lengths)
+    problems = [benchmark.Problem(batch, n, h) for h in counts for n in keys]
+    asked = numbers_of("--prefill", prefill) if prefill.strip() else []
+    problems += [benchmark.Problem(1, n, max(counts), n, prefill=True) for n in asked]
+    found = conditions("mla", benchmark.environment, out)
+    places = []
+    for p in problems:
+        step = f"prefill, B {p.batch}, {p.tokens} tokens" if p.prefill else f"decoding, B {p.batch}, N {p.n}"
+        title = f"{step}, H {p.heads}, {p.nbytes / 1e6:.4g} MB"
+        timed = partial(benchmark.measure, p, found[benchmark.BANDWIDTH], clock=benchmark.GraphClock(runs))
+        places.append(Place(title, timed))
+    columns = [Column("us", "seconds", 1e6, 1), Column("TB/s", "bytes_per_second", 1e-12, 2)]
+    columns += [Column("of copy", "of_copy"), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
+    measure_all(places, [*columns, Column("of bf16", "of_bfloat16")], out, found, seconds)
 
 
 def counters(
