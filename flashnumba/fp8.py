@@ -33,7 +33,8 @@ def quantize(x: Any, fmt: str, scaling: str = "tensor") -> tuple[np.ndarray, np.
         x: ``[..., rows, D]`` float32, float16 or bfloat16. A NaN stays one and has no say in the scale.
         fmt: ``"e4m3"`` or ``"e5m2"``.
         scaling: what shares a scale: ``"tensor"``, ``"head"`` (the last two axes), ``"block"`` (:data:`BLOCK` rows of a
-            head; the last may have fewer) or ``"token"`` (a row). Attention takes the first three.
+            head; the last may have fewer) or ``"token"`` (a row). Attention takes the first three. A block's scale is
+            at least 2^-40 of the largest of its head; that of zeros is within 2^40 of it.
 
     Returns:
         uint8 codes of x's shape, and float32 scales: ``[]``, ``x.shape[:-2]``, ``[..., blocks]`` or ``[..., rows]``.
@@ -55,8 +56,8 @@ def dequantize(codes: Any, scale: Any, fmt: str) -> np.ndarray:
         fmt: ``"e4m3"`` or ``"e5m2"``.
 
     Raises:
-        TypeError: codes are not uint8.
-        ValueError: an unknown fmt, or a scale of another shape.
+        TypeError: codes are not uint8, or the scale is no real number or array of them.
+        ValueError: an unknown fmt, fewer than two axes, or a scale of another shape.
     """
     codec.format_of(fmt)
     return scales.dequantize(codes, scale, fmt)

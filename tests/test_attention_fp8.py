@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from flashnumba import attention, fp8
 from flashnumba.attention import KERNELS
+from flashnumba.stages.flash_forward.reference import dense
 from tests.stages.fp8.problems import made
 
 BACKENDS = ("numpy", "emulator", *(name for name in KERNELS if name.startswith("fp8.")))
@@ -62,6 +65,43 @@ def test_torch_tensors():
             near(o.float().numpy(), problem)
 
 
+@pytest.mark.parametrize("element", ["bfloat16", "float16", "float64", "float8_e5m2", "int32"])
+def test_scales_of_any_element_are_numbers(element):
+    """Elements that NumPy has not travel as integers of their bits, which scales must not."""
+    q, twos = made(3, 40, 16).codes["q"], [np.full((1, 1), 2).astype(element)]
+    if find_spec("torch"):
+        import torch
+
+        twos.append(torch.full((1, 1), 2.0).to(getattr(torch, element)))
+    for scale in twos:
+        o, lse = attention(q, q, q, fmt="e4m3", q_descale=scale, v_descale=scale, backend="numpy", return_lse=True)
+        same = attention(q, q, q, fmt="e4m3", q_descale=2.0, v_descale=2.0, backend="numpy", return_lse=True)
+        np.testing.assert_array_equal(o, same[0])
+        np.testing.assert_array_equal(lse, same[1])
+
+
+def test_scales_that_require_a_gradient():
+    torch = pytest.importorskip("torch")
+    problem = made(3, 7, 16)
+    with pytest.raises(ValueError, match="v_descale requires a gradient, and this function records none"):
+        attention(*problem.codes.values(), fmt="e4m3", v_descale=torch.ones((), requires_grad=True), backend="numpy")
+
+
+@pytest.mark.parametrize("size", [0, 1e-36, 1e-20])
+@pytest.mark.parametrize("backend", ["numpy", "fp8.k32", "fp8.emulated", "fp8.split"])
+def test_a_block_of_next_to_nothing(backend, size):
+    """Whatever quantize() makes of such blocks, O survives the way from one's units to another's."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, rows, 16)).astype(np.float32) for rows in (2, 130, 130))
+    v[:, :, 64:128] *= size
+    v *= np.float32(1e30) if size == 0 else 1
+    codes, scales = zip(*(fp8.quantize(x, "e4m3", "block") for x in (q, k, v)), strict=True)
+    descales = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+    o = attention(*codes, **descales, fmt="e4m3", backend=backend).astype(np.float64)
+    exact, _ = dense(*(fp8.dequantize(*one, "e4m3") for one in zip(codes, scales, strict=True)))
+    assert np.abs(o - exact).max() < 0.05 * np.abs(exact).max()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
@@ -79,6 +119,17 @@ def test_torch_tensors():
             {"backend": "flash_forward.mma"},
             ValueError,
             "backend is 'flash_forward.mma', which does not take",
+        ),
+        ({"v_descale": np.True_}, TypeError, "v_descale is np.True_; it must be a number or an array of them"),
+        ({"v_descale": [True]}, TypeError, "v_descale has elements of type bool; it must be a number or an array"),
+        ({"q_descale": np.ones((1, 2), complex)}, TypeError, "q_descale has elements of type complex128; it must be"),
+        ({"q_descale": 1e-50}, ValueError, "q_descale has 1e-50 in it; it must be finite and above 0, as float32"),
+        ({"q_descale": 1e39}, ValueError, r"q_descale has 1e\+39 in it; it must be finite and above 0, as float32"),
+        ({"q_descale": 10**400}, TypeError, "q_descale is of type int; it must be a number or an array of them"),
+        (
+            {"v_descale": np.float32([[[1e-30, 1], [1, 1]]])},
+            ValueError,
+            r"v_descale has 1\..*e-30 and 1.0 in it, blocks of one head 2\^99.66 apart; they may be 2\^81",
         ),
         ({"scale": "1"}, TypeError, "scale is '1'; it must be a real number"),
         ({"backend": "fp8"}, ValueError, "backend is 'fp8'; it must be one of auto"),

@@ -3,7 +3,9 @@
 q, k and v are e4m3 or e5m2, as ml_dtypes' or a library's own type, or uint8 codes with their format said. o is
 bfloat16, as FlashAttention-3 gives it for such inputs. Each of the three may have scales, float32: one number; one a
 head, ``[B, H]``, for q also one for the heads that share k and v, ``[B, Hkv]``; or one for each 64 rows of a head,
-``[B, H, blocks]``.
+``[B, H, blocks]``. Scales of the blocks of one head of v may be 2^81 apart, as O goes from one's units to the next
+one's; the scales of q and k times one another, and times the scores of codes, must be float32. Nobody looks at values
+on a GPU.
 
 Kernels read 16 bytes at a time, so rows whose addresses or lengths are no multiple of that are copied into rows that
 are. Kernels that multiply the codes as they are want v by columns, each at a multiple of 16 bytes: a v of another
@@ -22,7 +24,7 @@ from flashnumba.machine import gpu
 from flashnumba.machine.arrays import Described, describe, element_dtype, empty_like_kind, host_view, is_array
 from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.heads import EMULATED_MULTIPROCESSORS, Heads, Plan, Planner, Shape, check, check_scale, widest
-from flashnumba.stages.host import check_machine, library_stream, machine_of, refuse_gradients
+from flashnumba.stages.host import check_machine, library_stream, machine_of, real_numbers, refuse_gradients
 from flashnumba.tiles.descale import BLOCK
 from flashnumba.tiles.fp8_convert import ELEMENTS
 
@@ -32,6 +34,8 @@ ARGUMENTS = ("q", "k", "v", "o", "lse", "q_descale", "k_descale", "v_descale", "
 FORMATS = dict(zip(("e4m3", "e5m2"), ELEMENTS, strict=True))
 OUT = "bfloat16"
 """Of o."""
+MOST_APART = 81
+"""How far scales of blocks of a head of v may be apart, a power of 2: sums of 2^24 keys are below 2^47."""
 
 
 @dataclass
@@ -130,7 +134,8 @@ def prepare_fp8(
 ) -> Problem:  # fmt: skip
     """Check the arguments of :func:`forward`."""
     check_machine(machine)
-    refuse_gradients(q=q, k=k, v=v)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    refuse_gradients(q=q, k=k, v=v, **descales)
     given = dict(zip("qkv", (q, k, v), strict=True))
     found = {name: _described(array, name, fmt) for name, array in given.items()}
     for name, array in found.items():
@@ -144,7 +149,6 @@ def prepare_fp8(
         stream_handle(stream)
     machine, arch = machine_of(machine, found["q"], "q")
     units = EMULATED_MULTIPROCESSORS if machine == "emulator" else gpu.multiprocessors(found["q"].device)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     with library_stream(found["q"], stream):
         scales = {name: _descale(value, name, found["q"], shape, q) for name, value in descales.items()}
     varied = any(by_block for by_block, _ in scales.values())
@@ -178,7 +182,7 @@ def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) ->
     heads = shape.heads if name == "q_descale" else shape.kv_heads
     rows, axes = (shape.m if name == "q_descale" else shape.n), len(of_q.shape) - 2
     value = 1.0 if value is None else value
-    where = _place_of(value)
+    where = _place_of(value, name)
     if where is not None and where != of_q.device:
         raise ValueError(f"{name} is on cuda:{where} and q is not; they must be in one place")
     if where is None:
@@ -199,6 +203,8 @@ def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) ->
         value = value[..., None].repeat(shape.group, -1) if where is None else _repeated(value, shape.group)
         value, given = value.reshape(leading), leading
     per_block = len(given) == len(leading) + 1
+    if name == "v_descale" and per_block and where is None:
+        _check_spread(value)
     seen = value.reshape((1,) * (3 - len(given) - (not per_block)) + given + (() if per_block else (1,)))
     target, varied = (shape.batch, heads, blocks), per_block and given[-1] > 1
     if where is not None:
@@ -207,27 +213,34 @@ def _descale(value: Any, name: str, of_q: Described, shape: Shape, like: Any) ->
     return varied, packed if of_q.device is None else _moved(packed, of_q, like)
 
 
-def _place_of(value: Any) -> int | None:
+def _place_of(value: Any, name: str) -> int | None:
     """The device that a scale lies on; None in host memory, and for what is no array."""
     if isinstance(value, float | int | np.generic | np.ndarray | list | tuple) or not is_array(value):
         return None
-    return describe(value, "a descale").device
+    return describe(value, name).device
 
 
 def _host_numbers(value: Any, name: str) -> np.ndarray:
-    if isinstance(value, bool | str):
-        raise TypeError(f"{name} is {value!r}; it must be a number or an array of them")
-    try:
-        plain = value if isinstance(value, float | int | np.generic | np.ndarray | list | tuple) else host_view(value)
-        numbers = np.asarray(plain, np.float32)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} is of type {type(value).__name__}; it must be a number or an array ({error})"
-        ) from None
+    plain = value
+    if is_array(value) and not isinstance(value, np.ndarray | np.generic):
+        plain = host_view(value, name).view(element_dtype(describe(value, name).element))
+    numbers = real_numbers(plain, name)
     wrong = ~(np.isfinite(numbers) & (numbers > 0))
     if wrong.any():
-        raise ValueError(f"{name} has {numbers[wrong][0]} in it; it must be finite and above 0")
+        given = float(np.asarray(plain)[wrong].flat[0])
+        raise ValueError(f"{name} has {given} in it; it must be finite and above 0, as float32")
     return numbers
+
+
+def _check_spread(of_blocks: np.ndarray) -> None:
+    """ValueError if O in units of one block's scale of v could be no float32 in those of another."""
+    exponents = np.log2(of_blocks.astype(np.float64))  # [..., blocks]
+    apart = (exponents.max(-1) - exponents.min(-1)).max(initial=0)
+    if apart > MOST_APART:
+        raise ValueError(
+            f"v_descale has {of_blocks.min()} and {of_blocks.max()} in it, blocks of one head 2^{apart:.4g} apart; "
+            f"they may be 2^{MOST_APART}"
+        )
 
 
 def _repeated(value: Any, group: int) -> Any:

@@ -16,7 +16,7 @@ from flashnumba.machine.streams import current_stream, stream_handle
 from flashnumba.stages.again import has_tangent
 
 __all__ = ["EMULATED_ARCH", "MACHINES", "check_machine", "finish", "library_stream", "machine_of", "overlaps_itself",
-           "packed_copy", "refuse_gradients", "write_back", "zeros"]  # fmt: skip
+           "packed_copy", "real_numbers", "refuse_gradients", "write_back", "zeros"]  # fmt: skip
 
 EMULATED_ARCH = "90a"
 MACHINES = ("auto", "cuda", "emulator")
@@ -39,6 +39,33 @@ def refuse_gradients(**arrays: Any) -> None:
                 f"{name} has a tangent, and this function has none to return; pass "
                 f"torch.autograd.forward_ad.unpack_dual({name}).primal"
             )
+
+
+def real_numbers(value: Any, name: str) -> np.ndarray:
+    """A number in host memory, or an array or list of them, as float32: infinite or 0 where float32 has no such number.
+
+    Raises:
+        TypeError: no real numbers; bools are none.
+    """
+    try:
+        given = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} is of type {type(value).__name__}; it must be a number or an array of them ({error})"
+        ) from None
+    if given.dtype.kind not in "fiu" and not _is_short_float(given.dtype):
+        if given.ndim == 0:
+            what = f"is of type {type(value).__name__}" if given.dtype.kind == "O" else f"is {value!r}"
+        else:
+            what = f"has elements of type {given.dtype.name}"
+        raise TypeError(f"{name} {what}; it must be a number or an array of them")
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return given.astype(np.float32)
+
+
+def _is_short_float(dtype: np.dtype) -> bool:
+    """Whether a dtype is one of ml_dtypes' floats."""
+    return dtype.type.__module__ == "ml_dtypes" and "float" in dtype.name
 
 
 def machine_of(machine: str, found: Described, name: str) -> tuple[str, str]:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FORMATS", "NAN", "Format", "decode", "encode", "encode_by_float16", "format_of"]
+__all__ = ["FORMATS", "NAN", "Format", "array_of", "decode", "encode", "encode_by_float16", "format_of"]
 
 NAN = 0x7F
 """The code that every NaN gets."""
@@ -110,6 +110,18 @@ def format_of(fmt: Any) -> Format:
     return FORMATS[fmt]
 
 
+def array_of(x: Any, name: str) -> np.ndarray:
+    """An argument as a NumPy array.
+
+    Raises:
+        TypeError: it cannot be one: ragged, on a GPU, or of torch with a gradient or an element that NumPy has not.
+    """
+    try:
+        return np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is of type {type(x).__name__}; it must be a NumPy array ({error})") from None
+
+
 def encode(x: np.ndarray, fmt: str, saturate: bool = True) -> np.ndarray:
     """Codes of ``x``, rounded once.
 
@@ -122,11 +134,13 @@ def encode(x: np.ndarray, fmt: str, saturate: bool = True) -> np.ndarray:
         uint8 of x's shape.
 
     Raises:
-        TypeError: x is of another type; float64 too, which would be rounded twice.
+        TypeError: x is of another type; float64 too, which would be rounded twice; or saturate is no bool.
         ValueError: no such format.
     """
     form = format_of(fmt)
-    x = np.asarray(x)
+    if not isinstance(saturate, bool | np.bool_):
+        raise TypeError(f"saturate is {saturate!r}; it must be True or False")
+    x = array_of(x, "x")
     if x.dtype.name not in FLOATS:
         raise TypeError(f"x has elements of type {x.dtype.name}; it must be of {', '.join(FLOATS)}")
     flat, codes = x.reshape(-1), np.empty(x.size, np.uint8)  # [elements]
@@ -167,7 +181,7 @@ def decode(codes: np.ndarray, fmt: str) -> np.ndarray:
         ValueError: no such format.
     """
     form = format_of(fmt)
-    codes = np.asarray(codes)
+    codes = array_of(codes, "codes")
     if codes.dtype != np.uint8:
         raise TypeError(f"codes have elements of type {codes.dtype.name}; they must be uint8")
     return VALUES[form.name][codes]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from flashnumba.stages.fp8 import codec
+from flashnumba.stages.host import real_numbers
 
 __all__ = [
     "BLOCK",
@@ -38,6 +39,8 @@ __all__ = [
 
 BLOCK = 64
 """Rows of a block that share a scale: the keys of a step of the kernels."""
+SPREAD = 2.0**-40
+"""Of the largest scale of a head, what those of its blocks have at least: far below what float32 sums keep."""
 SCALINGS = ("tensor", "head", "block", "token")
 INT8 = "int8"
 
@@ -51,7 +54,8 @@ def quantize(
         x: ``[..., rows, D]`` float32, float16 or bfloat16. A NaN stays one and has no say in the scale.
         fmt: ``"e4m3"`` or ``"e5m2"``; ``"int8"``, for which codes are int8.
         scaling: what shares a scale: ``"tensor"``, ``"head"`` (the last two axes), ``"block"`` (``block`` rows of a
-            head; the last may have fewer) or ``"token"`` (a row).
+            head; the last may have fewer) or ``"token"`` (a row). A block's is at least :data:`SPREAD` of the largest
+            of its head, and a block of zeros has 1 or, where that is further away, what is nearest to it.
         block: rows of a block.
 
     Returns:
@@ -79,7 +83,10 @@ def quantize(
     size = np.nan_to_num(np.asarray(size, np.float32))
     scale = np.where(size == 0, np.float32(1), np.maximum(size / np.float32(largest), np.float32(2.0**-126)))
     scale = scale.astype(np.float32)  # as size
-    ratio = x / per_row(scale, x.shape, block)  # [..., rows, D]
+    if scaling == "block":
+        scale = _near_each_other(scale, size)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        ratio = x / per_row(scale, x.shape, block)  # [..., rows, D]
     if fmt == INT8:
         return np.clip(np.rint(np.nan_to_num(ratio)), -127, 127).astype(np.int8), scale
     return codec.encode(ratio, fmt), scale
@@ -97,16 +104,19 @@ def dequantize(codes: np.ndarray, scale: Any, fmt: str, *, block: int = BLOCK) -
         TypeError, ValueError: codes or fmt do not fit, or scale has another shape.
     """
     if fmt == INT8:
-        values = np.asarray(codes).astype(np.float32)  # [..., rows, D]
+        values = codec.array_of(codes, "codes").astype(np.float32)  # [..., rows, D]
     else:
         values = codec.decode(codes, fmt)  # [..., rows, D]
     _check_block(block)
-    return values * per_row(scale, values.shape, block)
+    if values.ndim < 2:
+        raise ValueError(f"codes have shape {values.shape}; they must have rows and columns, [..., rows, D]")
+    with np.errstate(invalid="ignore", over="ignore"):
+        return values * per_row(scale, values.shape, block)
 
 
 def per_row(scale: Any, shape: tuple[int, ...], block: int = BLOCK) -> np.ndarray:
     """The scale with as many axes as ``[..., rows, D]``: ``[..., rows or 1, 1]``."""
-    scale = np.asarray(scale, np.float32)
+    scale = real_numbers(scale, "scale")
     rows, outer = shape[-2], shape[:-2]
     if scale.ndim == 0:
         return scale
@@ -120,18 +130,27 @@ def per_row(scale: Any, shape: tuple[int, ...], block: int = BLOCK) -> np.ndarra
     raise ValueError(f"scale has shape {scale.shape} for codes of {shape}; it must be one of {wanted}")
 
 
+def _near_each_other(scale: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Scales of blocks ``[..., blocks]`` within ``SPREAD ** -2`` of one another, as attention needs v's."""
+    top = np.where(size > 0, scale, np.float32(0)).max(-1, keepdims=True, initial=0)  # [..., 1]
+    with np.errstate(over="ignore"):
+        most = np.where((size == 0) & (top > 0), top * np.float32(1 / SPREAD), np.float32(np.inf))  # [..., blocks]
+    return np.clip(scale, top * np.float32(SPREAD), most)  # [..., blocks]
+
+
 def _check_block(block: Any) -> None:
     if not isinstance(block, int | np.integer) or isinstance(block, bool) or block < 1:
         raise ValueError(f"block is {block!r}; it must be a positive number of rows")
 
 
 def _floats(x: Any) -> np.ndarray:
-    x = np.asarray(x)
+    x = codec.array_of(x, "x")
     if x.dtype.name not in codec.FLOATS:
         raise TypeError(f"x has elements of type {x.dtype.name}; it must be of {', '.join(codec.FLOATS)}")
     if x.ndim < 2:
         raise ValueError(f"x has shape {x.shape}; it must have rows and columns, [..., rows, D]")
-    return x.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs
+        return x.astype(np.float32)
 
 
 def scaled(x: np.ndarray, fmt: str, scaling: str, *, block: int = BLOCK) -> np.ndarray:

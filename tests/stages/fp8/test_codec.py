@@ -123,5 +123,9 @@ def test_bad_arguments_are_named():
         fp8.encode(np.zeros(3), "e4m3")
     with pytest.raises(ValueError, match="fmt is 'e4m3fn'; it must be 'e4m3' or 'e5m2'"):
         fp8.encode(np.zeros(3, np.float32), "e4m3fn")
+    with pytest.raises(TypeError, match="saturate is 'no'; it must be True or False"):
+        fp8.encode(np.zeros(3, np.float32), "e4m3", "no")
+    with pytest.raises(TypeError, match="x is of type list; it must be a NumPy array"):
+        fp8.encode([[1], [1, 2]], "e4m3")
     with pytest.raises(TypeError, match="codes have elements of type int8; they must be uint8"):
         fp8.decode(np.zeros(3, np.int8), "e5m2")

@@ -45,6 +45,8 @@ def check(problem, name, machine, plan=None, step=64):
         ("emulated", made(3, 31, 64, "e5m2", "tensor")),
         ("split", made(3, 150, 64, "e4m3", "block", heads=4, kv_heads=2, causal=True)),
         ("split", made(1, 150, 128, "e5m2", heads=8, kv_heads=1, batch=2)), ("split", made(17, 40, 64, "e4m3")),
+        ("k32", made(2, 9, 64, heads=2, kv_heads=2)),  # heads of k have scales of their own
+        ("k32", made(70, 5, 64, "e5m2", "block")),  # and blocks of q
     ],
     ids=lambda x: x if isinstance(x, str) else f"{x.fmt} {x.codes['q'].shape}",
 )  # fmt: skip

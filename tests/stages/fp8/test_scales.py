@@ -58,6 +58,25 @@ def test_zeros_have_scale_1_and_nan_no_say():
         assert fp8.quantize(np.zeros((2, 0, 8), np.float32), "e5m2", scaling)[1].shape == shape
 
 
+def test_blocks_are_not_too_far_apart_for_attention():
+    x = np.ones((2, 256, 4), np.float32)
+    x[0, :64], x[0, 64:128], x[1, :64], x[1, 64:] = 1e-30, 0, 0, 1e-30
+    _, scale = fp8.quantize(x, "e4m3", "block")
+    top = np.float32(1 / 448)
+    np.testing.assert_allclose(scale[0], [top * 2.0**-40, 1, top, top], rtol=1e-6)
+    np.testing.assert_allclose(scale[1], np.array([2.0**40, 1, 1, 1]) * 1e-30 / 448, rtol=1e-6)
+
+
+def test_nothing_is_warned_of():
+    """Signalling NaNs, and products beyond float32: pytest makes errors of warnings."""
+    x = np.array([[0x7F800001, 0xFF800001, 0x3F800000]], np.uint32).view(np.float32)
+    for scaling in SHAPES:
+        assert fp8.quantize(x, "e4m3", scaling)[0].tolist() == [[0x7F, 0x7F, 0x7E]]
+    codes = np.array([[0x7B, 0x7C, 0x7F]], np.uint8)
+    np.testing.assert_array_equal(fp8.dequantize(codes, 1e38, "e5m2"), np.float32([[np.inf, np.inf, np.nan]]))
+    np.testing.assert_array_equal(fp8.dequantize(codes, 0.0, "e5m2"), np.float32([[0, np.nan, np.nan]]))
+
+
 def test_dequantize_multiplies_once():
     x = made(2).astype(np.float16)
     for scaling in SHAPES:
@@ -112,6 +131,11 @@ def test_bad_arguments_are_named():
     codes, scale = fp8.quantize(x, "e4m3", "head")
     with pytest.raises(ValueError, match=r"scale has shape \(3,\) for codes of \(2, 3, 100, 32\); it must be one of"):
         fp8.dequantize(codes, scale[0], "e4m3")
+    with pytest.raises(ValueError, match=r"codes have shape \(3,\); they must have rows and columns"):
+        fp8.dequantize(codes[0, 0, 0, :3], 1.0, "e4m3")
+    for bad in ("1", None, True, 1j, [[1], [1, 2]]):
+        with pytest.raises(TypeError, match=r"scale .*; it must be a number or an array of them"):
+            fp8.dequantize(codes, bad, "e4m3")
     with pytest.raises(ValueError, match="the last axis must be a power of two"):
         scales.hadamard(np.zeros((2, 12)))
     with pytest.raises(ValueError, match="block is 0; it must be a positive number of rows"):
