@@ -207,6 +207,12 @@ tiles = AttentionTiles(32, 32, 16, warps=2, slots=2, lazy=True)
 lesson.show_source(skip.make_needs(tiles))
 
 # %% [markdown]
+# How many rows a decision is about is all that tells BLASST's test from the warp's:
+
+# %%
+lesson.show_source(sparse.unit_rows)
+
+# %% [markdown]
 # All warps of a block have to agree. A barrier in the middle of each step would cost every step. So a warp that needs
 # the tile says so and goes on (`bar.arrive`); only one that could do without waits (`bar.sync`). **Predict.** Who waits
 # if nothing is left out?

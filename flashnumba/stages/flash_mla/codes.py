@@ -39,7 +39,7 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, uint32
 from flashnumba.stages.flash_mla.sizes import BLOCK, MLATiles, token_bytes
-from flashnumba.stages.flash_mla.steps import Steps
+from flashnumba.stages.flash_mla.steps import LatentSteps
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.fp8_convert import ELEMENTS, make_halves
 from flashnumba.tiles.online import anchor
@@ -56,7 +56,7 @@ ROOM = 12
 
 
 class OfCodes(NamedTuple):
-    """Device functions beside :class:`flashnumba.stages.flash_mla.steps.Steps`, whose ``q_held`` has two words more.
+    """Device functions beside :class:`flashnumba.stages.flash_mla.steps.LatentSteps`; ``q_held`` has two words more.
 
     Attributes:
         leave_rope: ``(q_lane, rope, warp, lane)``: Q's rotated part to shared memory, as A operands, 16 bytes a lane;
@@ -86,8 +86,8 @@ def unit_of(units, block):
 
 
 @cache
-def with_codes(steps: Steps, tiles: MLATiles, element: str, code: str, arch: str, broken: str = "") -> tuple:
-    """(:class:`Steps` on tiles of codes, :class:`OfCodes`), for tiles that are ``direct``.
+def with_codes(steps: LatentSteps, tiles: MLATiles, element: str, code: str, arch: str, broken: str = "") -> tuple:
+    """(:class:`LatentSteps` on tiles of codes, :class:`OfCodes`), for tiles that are ``direct``.
 
     Args:
         steps: of the same tiles; what is not replaced stays.

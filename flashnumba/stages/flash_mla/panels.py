@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
-from flashnumba.stages.flash_mla.schedule import Schedule
+from flashnumba.stages.flash_mla.schedule import SplitPlan
 from flashnumba.stages.flash_mla.sizes import DV, PAGE, D, token_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def draw_pages(axes: Axes, block_table: np.ndarray, lengths: Sequence[int], page
     axes.set_yticks([])
 
 
-def draw_parts(axes: Axes, planned: Schedule, lengths: np.ndarray, fixed: int = 5) -> None:
+def draw_parts(axes: Axes, planned: SplitPlan, lengths: np.ndarray, fixed: int = 5) -> None:
     """A lane a part: its pieces, a colour for each request, each with what a request costs beside its pages."""
     colors = (BLUE, ORANGE, GREEN, RED, "#CC79A7", "#56B4E9", "#F0E442")
     ends = np.zeros(len(planned.parts))

@@ -21,16 +21,16 @@ import numpy as np
 
 from flashnumba.stages.flash_mla.sizes import PAGE
 
-__all__ = ["FIELDS", "FIXED", "Schedule", "schedule"]
+__all__ = ["FIELDS", "FIXED", "SplitPlan", "schedule"]
 
 FIXED = 5
 """Pages that a request costs beside its own."""
 FIELDS = ("first_request", "first_page", "last_request", "end_page", "first_split")
-"""Columns of :attr:`Schedule.parts`; eight are kept, the rest is zero."""
+"""Columns of :attr:`SplitPlan.parts`; eight are kept, the rest is zero."""
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class SplitPlan:
     """Parts of equal work.
 
     Attributes:
@@ -55,7 +55,7 @@ class Schedule:
         return found
 
 
-def schedule(lengths: np.ndarray, parts: int) -> Schedule:
+def schedule(lengths: np.ndarray, parts: int) -> SplitPlan:
     """Cut requests of ``lengths`` tokens, ``[B]`` integers of at least 0, into ``parts`` parts.
 
     Raises:
@@ -88,4 +88,4 @@ def schedule(lengths: np.ndarray, parts: int) -> Schedule:
                 splits[request] += 1
             break
         table[part, :5] = (begins[0], begins[1], last, end, begins[2])
-    return Schedule(table, np.concatenate([[0], np.cumsum(splits)]).astype(np.int32))
+    return SplitPlan(table, np.concatenate([[0], np.cumsum(splits)]).astype(np.int32))

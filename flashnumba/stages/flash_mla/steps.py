@@ -33,10 +33,10 @@ from flashnumba.tiles.reduce import lanes_max, lanes_sum
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["Steps", "make_steps"]
+__all__ = ["LatentSteps", "make_steps"]
 
 
-class Steps(NamedTuple):
+class LatentSteps(NamedTuple):
     """Device functions on a warp's registers and on addresses in shared memory.
 
     ``s`` is ``[2 or 1 x frags * bk / 2]`` float32, ``acc`` ``[bm / 16 * columns / 2]``; ``m_s``, ``l`` are of S's rows,
@@ -80,7 +80,7 @@ class Steps(NamedTuple):
 
 
 @cache
-def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = "") -> Steps:
+def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = "") -> LatentSteps:
     """The steps for float16 or bfloat16. ``broken="rescale"`` plants a fault."""
     bm, bk, frags, parts, columns, held = tiles.bm, tiles.bk, tiles.frags, tiles.key_parts, tiles.columns, tiles.held
     of_k, of_p = swizzle(tiles.d), swizzle(tiles.bn)
@@ -319,5 +319,5 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
         return sum_of
 
     multiply_s = multiply_half if deep else multiply_qk
-    return Steps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_s, exchange, turn, mask, leave_maximum,
+    return LatentSteps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_s, exchange, turn, mask, leave_maximum,
                  raise_maximum, weights, rescale, multiply_pv, leave_sum, total)  # fmt: skip

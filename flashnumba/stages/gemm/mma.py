@@ -13,19 +13,19 @@ from dataclasses import replace
 from flashnumba.machine.compiler import CompileCase
 from flashnumba.stages.gemm.multistage import Tiles, make_mma
 from flashnumba.stages.gemm.problem import Plan, Shape, signature
-from flashnumba.stages.gemm.waves import Choice, cheapest, tiles_of
+from flashnumba.stages.gemm.waves import TileChoice, cheapest, tiles_of
 
 __all__ = ["PLANS", "compile_cases", "plan_mma", "variants"]
 
 LARGE = Tiles(128, 256, 32, 64, 64, slots=4)
 MEDIUM = Tiles(128, 128, 32, 64, 64, slots=3, min_blocks=2)
 SMALL = Tiles(64, 64, 32, 32, 32, slots=4)
-CHOICES = (Choice(LARGE, 1.0), Choice(MEDIUM, 0.9), Choice(SMALL, 0.6))
+CHOICES = (TileChoice(LARGE, 1.0), TileChoice(MEDIUM, 0.9), TileChoice(SMALL, 0.6))
 """Where copies go past the registers. Up to 97 KB of shared memory: what every GPU from sm_80 on has."""
 
 STAGED_LARGE = Tiles(128, 128, 32, 64, 32, slots=2)
 STAGED_SMALL = Tiles(64, 64, 32, 32, 32, slots=2)
-STAGED_CHOICES = (Choice(STAGED_LARGE, 1.0), Choice(STAGED_SMALL, 0.6))
+STAGED_CHOICES = (TileChoice(STAGED_LARGE, 1.0), TileChoice(STAGED_SMALL, 0.6))
 """Where copies wait in registers: fewer accumulators, and two slots, one read and one written."""
 
 

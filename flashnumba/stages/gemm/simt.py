@@ -26,7 +26,7 @@ from flashnumba.stages.gemm.one_element import LANES, THREADS, WARPS, make_coale
 from flashnumba.stages.gemm.problem import Plan, Shape, signature
 from flashnumba.stages.gemm.register_tile import Tiles, make_register_tile
 from flashnumba.stages.gemm.shared_tile import make_shared_tile
-from flashnumba.stages.gemm.waves import Choice, cheapest, multiprocessors
+from flashnumba.stages.gemm.waves import TileChoice, cheapest, multiprocessors
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
@@ -40,7 +40,7 @@ MOST_BLOCKS = 2**31 - 1
 LARGE = Tiles()
 MEDIUM = Tiles(64, 64, tm=8, tn=8, min_blocks=4)
 SMALL = Tiles(32, 32, tm=4, tn=4, min_blocks=8)
-CHOICES = (Choice(LARGE, 1.0), Choice(MEDIUM, 0.93), Choice(SMALL, 0.62))
+CHOICES = (TileChoice(LARGE, 1.0), TileChoice(MEDIUM, 0.93), TileChoice(SMALL, 0.62))
 
 
 def tier(shape: Shape) -> str:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from flashnumba.machine import gpu
 from flashnumba.stages.gemm.problem import Shape
 
-__all__ = ["Choice", "cheapest", "multiprocessors", "tiles_of"]
+__all__ = ["TileChoice", "cheapest", "multiprocessors", "tiles_of"]
 
 WITHOUT_GPU = 132
 """Multiprocessors to plan for where there is no GPU: those of an H200."""
 
 
-class Choice(NamedTuple):
+class TileChoice(NamedTuple):
     """A tile size (what has attributes ``bm`` and ``bn``) and its speed."""
 
     tiles: Any
@@ -38,11 +38,11 @@ def tiles_of(shape: Shape, tiles: Any) -> tuple[int, int]:
     return -(-shape.m // tiles.bm), -(-shape.n // tiles.bn)
 
 
-def cheapest(shape: Shape, choices: Iterable[Choice], sms: int = 0) -> Any:
+def cheapest(shape: Shape, choices: Iterable[TileChoice], sms: int = 0) -> Any:
     """The tiles with the least time by the module's formula; of equals, the first. ``sms`` is by default the GPU's."""
     sms = sms or multiprocessors()
 
-    def time(choice: Choice) -> float:
+    def time(choice: TileChoice) -> float:
         rows, cols = tiles_of(shape, choice.tiles)
         return -(-rows * cols // sms) * choice.tiles.bm * choice.tiles.bn / choice.speed
 

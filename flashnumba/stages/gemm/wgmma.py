@@ -14,14 +14,14 @@ from flashnumba.machine.numba import types
 from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.stages.gemm.problem import Plan, Shape
 from flashnumba.stages.gemm.warp_specialised import PANEL, Tiles, make_wgmma
-from flashnumba.stages.gemm.waves import Choice, cheapest, multiprocessors, tiles_of
+from flashnumba.stages.gemm.waves import TileChoice, cheapest, multiprocessors, tiles_of
 
 __all__ = ["PLANS", "compile_cases", "plan_wgmma", "variants"]
 
 LARGE = Tiles(128, 256, slots=4)
 MEDIUM = Tiles(128, 128, slots=6)
 SMALL = Tiles(128, 64, slots=8)
-CHOICES = (Choice(LARGE, 1.0), Choice(MEDIUM, 0.85), Choice(SMALL, 0.6))
+CHOICES = (TileChoice(LARGE, 1.0), TileChoice(MEDIUM, 0.85), TileChoice(SMALL, 0.6))
 
 
 def transposed(array: Any) -> Any:
