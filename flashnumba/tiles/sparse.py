@@ -9,7 +9,8 @@ every bit is the same. What changes is two decisions::
 A tile left out by the second was multiplied with Q; what it saves is exponentials, sums and the product with V, a bit
 more than half. V is on its way before it is known whether it is wanted, or nothing would hide its latency. To ask for
 it only after the vote before was tried on an H200 with 16384 keys, each way in a run of its own: where nothing is left
-out it had 0.97 of dense beside 1.02, and 1.38 beside 1.34 where 70 % are. :mod:`flashnumba.tiles.sparse_split` is for when memory decides.
+out it had 0.97 of dense beside 1.02, and 1.38 beside 1.34 where 70 % are.
+:mod:`flashnumba.tiles.sparse_split` is for when memory decides.
 
 The numbers of a list are loaded two steps before their keys are multiplied, and one before their copy begins.
 
