@@ -9,6 +9,7 @@ import typer
 
 from flashnumba.commands import refuse
 from flashnumba.commands.bench.table import (
+    RATES,
     RESULTS,
     Column,
     Dims,
@@ -26,6 +27,7 @@ from flashnumba.commands.bench.table import (
     measure_all,
     names_of,
     numbers_of,
+    swept,
     title_of,
 )
 
@@ -46,21 +48,13 @@ def backward(
 ) -> None:
     """The gradients of attention beside torch's FlashAttention-2 and cuDNN, backward alone."""
     from flashnumba.bench import backward as benchmark
-    from flashnumba.bench.attention import problems
     from flashnumba.bench.runner import Clock
-    from flashnumba.stages.heads import MOST_D
 
-    chosen = names_of("--elements", elements, ("float16", "bfloat16"))
-    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
     names = names_of("--kernels", kernels, benchmark.kernels(), none=True)
-    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    problems = swept(dims, lengths, causal, tokens, width, elements)
     found = conditions("backward", benchmark.environment, out)
-    places = [
-        Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
-        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
-    ]
-    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
-    columns += [Column("extra MB", "extra_bytes", 2.0**-20, 1)]
+    places = [Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs))) for p in problems]
+    columns = [*RATES, Column("extra MB", "extra_bytes", 2.0**-20, 1)]
     measure_all(places, [*columns, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
 
 
@@ -78,26 +72,19 @@ def fp8(
 ) -> None:
     """8 bits an element beside float16: prefill, decoding, conversions, and instructions by count."""
     from flashnumba.bench import fp8 as benchmark
-    from flashnumba.bench.attention import problems
     from flashnumba.bench.decode import GraphClock
     from flashnumba.bench.runner import Clock
-    from flashnumba.stages.heads import MOST_D
 
-    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
     names = names_of("--kernels", kernels, ("k32", "emulated"), none=True)
-    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
     steps = _steps(decode)
+    problems = swept(dims, lengths, causal, tokens, width)
     found = conditions("fp8", benchmark.environment, out)
-    places = [
-        Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
-        for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
-    ]
+    places = [Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs))) for p in problems]
     for batch, n in steps:
         step = benchmark.DecodeProblem(batch, n)
         title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
         places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
-    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
-    columns += [Column("T elem/s", "elements_per_second", 1e-12), Column("of fp16", "of_float16")]
+    columns = [*RATES, Column("T elem/s", "elements_per_second", 1e-12), Column("of fp16", "of_float16")]
     columns += [Column("of FA2", "of_fa2")]
 
     def rest() -> dict[str, Any]:
@@ -132,21 +119,15 @@ def sparsity(
     """Sparse attention beside the dense kernel, on structured data: times, and what was left out."""
     from flashnumba.bench import sla
     from flashnumba.bench import sparsity as benchmark
-    from flashnumba.bench.attention import problems
     from flashnumba.bench.decode import GraphClock
     from flashnumba.bench.runner import Clock
-    from flashnumba.stages.heads import MOST_D
 
-    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
-    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
     names = names_of("--kernels", kernels, benchmark.KERNELS, none=True) or benchmark.KERNELS
+    problems = swept(dims, lengths, causal, tokens, width)
     found = conditions("sparsity", benchmark.environment, out)
-    places = [
-        Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
-        for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
-    ]
+    places = [Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs))) for p in problems]
     if "sla" in names:
-        alike = problems(("float16",), *sizes, [False], tokens=tokens, width=width)
+        alike = swept(dims, lengths, "no", tokens, width)
         places += [Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs))) for p in alike]
     for batch, n in _steps(decode):
         step = benchmark.DecodeProblem(batch=batch, n=n)

@@ -9,6 +9,8 @@ import typer
 
 from flashnumba.commands import refuse
 from flashnumba.commands.bench.table import (
+    HALVES,
+    RATES,
     RESULTS,
     Column,
     Dims,
@@ -28,6 +30,7 @@ from flashnumba.commands.bench.table import (
     measure_all,
     names_of,
     numbers_of,
+    swept,
     title_of,
 )
 
@@ -51,22 +54,17 @@ def attention(
     """Attention forward beside torch's FlashAttention-2 and cuDNN."""
     from flashnumba.bench import attention as benchmark
     from flashnumba.bench.runner import Clock
-    from flashnumba.stages.heads import MOST_D
     from flashnumba.tiles.elements import ITEMSIZE
 
-    chosen = names_of("--elements", elements, tuple(ITEMSIZE))
-    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
     names = names_of("--kernels", kernels, benchmark.kernels(), none=True)
-    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
-    problems = [*benchmark.problems(chosen, *sizes, masks, tokens=tokens, width=width)]
+    problems = swept(dims, lengths, causal, tokens, width, elements, tuple(ITEMSIZE))
     if simt and not names:
         problems.append(benchmark.SMALL)
     found = conditions("attention", benchmark.environment, out)
     places = [
         Place(title_of(p), partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs))) for p in problems
     ]
-    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
-    measure_all(places, [*columns, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
+    measure_all(places, [*RATES, Column("of FA2", "of_fa2"), Column("of cuDNN", "of_cudnn")], out, found, seconds)
 
 
 def chain(
@@ -82,20 +80,12 @@ def chain(
 ) -> None:
     """P from one product to the next: by registers, by shuffles, through shared memory; beside FlashAttention-2."""
     from flashnumba.bench import chain as benchmark
-    from flashnumba.bench.attention import problems
     from flashnumba.bench.runner import Clock
-    from flashnumba.stages.heads import MOST_D
 
-    chosen = names_of("--elements", elements, ("float16", "bfloat16"))
-    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
-    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    problems = swept(dims, lengths, causal, tokens, width, elements)
     found = conditions("chain", benchmark.environment, out)
-    places = [
-        Place(title_of(p), partial(benchmark.measure, p, clock=Clock(runs)))
-        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
-    ]
-    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
-    measure_all(places, [*columns, Column("of shared", "of_shared"), Column("of FA2", "of_fa2")], out, found, seconds)
+    places = [Place(title_of(p), partial(benchmark.measure, p, clock=Clock(runs))) for p in problems]
+    measure_all(places, [*RATES, Column("of shared", "of_shared"), Column("of FA2", "of_fa2")], out, found, seconds)
 
 
 def staged(
@@ -113,21 +103,15 @@ def staged(
 ) -> None:
     """One ring of slots for K and V: one to four whole tiles or quarters of one; beside FlashAttention-2."""
     from flashnumba.bench import staged as benchmark
-    from flashnumba.bench.attention import problems
     from flashnumba.bench.runner import Clock
-    from flashnumba.stages.heads import MOST_D
 
-    chosen = names_of("--elements", elements, ("float16", "bfloat16"))
-    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
     names = names_of("--kernels", kernels, benchmark.kernels(), none=True)
-    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    problems = swept(dims, lengths, causal, tokens, width, elements)
     found = conditions("staged", benchmark.environment, out)
     places = [
-        Place(title_of(p), partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs)))
-        for p in problems(chosen, *sizes, masks, tokens=tokens, width=width)
+        Place(title_of(p), partial(benchmark.measure, p, names=names, wide=wide, clock=Clock(runs))) for p in problems
     ]
-    columns = [Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1)]
-    columns += [Column("KB", "shared", 1 / 1024, 1), Column("regs", "registers", digits=0)]
+    columns = [*RATES, Column("KB", "shared", 1 / 1024, 1), Column("regs", "registers", digits=0)]
     columns += [Column("predicted", "predicted_blocks", digits=0), Column("blocks", "blocks", digits=0)]
     columns += [Column(f"of {benchmark.BASE}", "of_base"), Column("of FA2", "of_fa2")]
     measure_all(places, columns, out, found, seconds)
@@ -152,7 +136,7 @@ def balance(
     from flashnumba.bench.runner import Clock
     from flashnumba.stages.heads import MOST_D
 
-    (chosen,) = names_of("--element", element, ("float16", "bfloat16"))[:1]
+    (chosen,) = names_of("--element", element, HALVES)[:1]
     names = names_of("--kernels", kernels, benchmark.kernels(), none=True)
     sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths), numbers_of("--few", few)
     found = conditions("balance", benchmark.environment, out)

@@ -12,9 +12,12 @@ import typer
 from flashnumba.commands import output_folder, refuse, why_no_cuda
 
 if TYPE_CHECKING:
+    from flashnumba.bench.attention import Problem
     from flashnumba.bench.runner import Measured, Size
 
 __all__ = [
+    "HALVES",
+    "RATES",
     "RESULTS",
     "Column",
     "Dims",
@@ -34,6 +37,7 @@ __all__ = [
     "measure_all",
     "names_of",
     "numbers_of",
+    "swept",
     "title_of",
 ]
 
@@ -64,6 +68,10 @@ class Column(NamedTuple):
     digits: int = 3
 
 
+RATES = (Column("ms", "seconds", 1e3), Column("TFLOP/s", "flops_per_second", 1e-12, 1))
+HALVES = ("float16", "bfloat16")
+
+
 class Place(NamedTuple):
     """A size to measure: its title, and ``measure(until=, report=)``."""
 
@@ -89,6 +97,20 @@ def numbers_of(option: str, text: str, most: int | None = None) -> list[int]:
     if most is not None and max(numbers) > most:
         refuse(f"{option} is {text!r}; {max(numbers)} is more than {most}")
     return numbers
+
+
+def swept(
+    dims: str, lengths: str, causal: str, tokens: int, width: int, elements: str = "float16",
+    allowed: Sequence[str] = HALVES,
+) -> list[Problem]:  # fmt: skip
+    """Every problem of the sizes, masks and elements that a bench was asked for; ends the program for wrong ones."""
+    from flashnumba.bench.attention import problems
+    from flashnumba.stages.heads import MOST_D
+
+    chosen = names_of("--elements", elements, allowed)
+    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
+    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    return [*problems(chosen, *sizes, masks, tokens=tokens, width=width)]
 
 
 def conditions(name: str, benchmark: Callable[[], dict[str, Any]], out: Path) -> dict[str, Any]:
