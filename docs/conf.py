@@ -79,7 +79,25 @@ def source_module(app, module, attribute):
     return module if getattr(value, "__module__", "") == "builtins" else None
 
 
+def share_navigation(app, pagename, templatename, context, doctree):
+    """The tree beside a page of source code: no such page is in it, so it is one for all in folders of equal depth.
+    Made for each, it would take a third of a build."""
+    if not pagename.startswith("_modules/"):
+        return
+    made, depth, whole = app.navigation, pagename.count("/"), context["toctree"]
+
+    def toctree(**options):
+        key = depth, *sorted(options.items())
+        if key not in made:
+            made[key] = whole(**options)
+        return made[key]
+
+    context["toctree"] = toctree
+
+
 def setup(app):
+    app.navigation = {}
+    app.connect("html-page-context", share_navigation, priority=400)  # before the theme asks for the tree
     generators.autodoc.setup(app)
     app.connect("builder-inited", generate)
     app.connect("viewcode-follow-imported", source_module)

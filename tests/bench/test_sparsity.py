@@ -13,7 +13,7 @@ from tests.bench.fakes import HostClock  # noqa: E402
 
 def test_prefill_beside_the_dense_kernel(monkeypatch):
     monkeypatch.setattr(sparsity, "HALVINGS", 2)
-    problem = Problem("float16", 1, 1, 130, 64)
+    problem = Problem("float16", 1, 1, 100, 64)
     size = sparsity.measure(
         problem, names=("warp_skip", "prediction"), targets=(0.0, 0.5), clock=HostClock(), machine="emulator"
     )  # fmt: skip
@@ -27,7 +27,7 @@ def test_prefill_beside_the_dense_kernel(monkeypatch):
 
 def test_decoding_beside_the_dense_kernel(monkeypatch):
     monkeypatch.setattr(sparsity, "HALVINGS", 3)
-    step = sparsity.DecodeProblem(batch=1, n=300, heads=4, kv_heads=2, d=64)
+    step = sparsity.DecodeProblem(batch=1, n=200, heads=4, kv_heads=2, d=64)
     size = sparsity.measure_decode(step, targets=(0.0, 0.5), clock=HostClock(), machine="emulator")
     assert [m.name for m in size.measured] == [sparsity.SPLIT, "blasst, 0%", "blasst, 50%"]
     for m in size.measured:
