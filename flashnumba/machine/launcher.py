@@ -15,6 +15,7 @@ arrays the stream is synchronised, because JAX's own streams cannot be followed.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Mapping
@@ -221,6 +222,9 @@ def _function(kernel: Kernel, signature: tuple[Any, ...], device: int, shared: i
                 compiled = jitted.compile(signature)
                 compiled.bind()
                 handle = compiled._codelibrary.get_cufunc().handle
+            # Numba's typing leaves exceptions in cycles, whose frames hold what all callers had in hand: arrays on the
+            # device, and nodes of PyTorch's graph that remember their stream and spoil a later capture.
+            gc.collect()
             with gpu.on_device(device):
                 loaded = driver.CUkernel(int(handle))
                 function = gpu.call(driver.cuKernelGetFunction, loaded)

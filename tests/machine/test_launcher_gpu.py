@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -283,3 +285,27 @@ def test_timing_agrees_with_torch(torch, capsys):
         )
     assert abs(ours / theirs - 1) < 0.1
     assert bandwidth == pytest.approx(2 * x.nbytes / ours, rel=0.15)
+
+
+def test_a_first_launch_keeps_nothing_of_its_caller():
+    """Numba's typing leaves cycles of frames; a tensor of the caller in one would stay in the memory of the GPU."""
+    torch = pytest.importorskip("torch")
+
+    @kernel(threads=32)
+    def fresh(x):
+        if cuda.threadIdx.x < min(x.shape[0], 32):
+            x[cuda.threadIdx.x] = float32(1)
+
+    class Held:
+        """What a caller has in hand."""
+
+    def called():
+        held = Held()
+        launch(fresh, 1, 32, (torch.zeros(32, device="cuda"),), machine="cuda")
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert called()() is None
+    finally:
+        gc.enable()
