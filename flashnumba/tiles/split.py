@@ -238,13 +238,18 @@ def make_split(
     return split_scaled if scaled else split
 
 
-def splits_for(units: int, tiles: int, multiprocessors: int) -> int:
+def splits_for(units: int, tiles: int, multiprocessors: int, in_pairs: bool = False) -> int:
     """Parts to cut ``tiles`` steps of keys into, where a part is ``units`` blocks.
 
     The time is that of the busiest multiprocessor: the blocks it gets times the steps of the longest part, and one more
     for what a part leaves and the merge reads. Two blocks at least should be on each, to keep memory busy.
+
+    Args:
+        in_pairs: two blocks keep memory as busy as it gets, and there is room for no more: two are as long as one.
     """
     most = max(1, min(tiles, MOST_SPLITS))
+    if in_pairs:
+        return max(1, min(most, 2 * multiprocessors // units))
     fewest = min(most, -(-2 * multiprocessors // units))
 
     def busiest(splits: int) -> int:
