@@ -163,8 +163,9 @@ def make_split(
         if causal != 0:
             end = min(n_rows, max(int64(0), (min(row0 + bm, rows) - 1) // group + 1 + offset))
             whole = min(n_rows, row0 // group + offset + next_row)
-        tiles_n = (end + (bn - 1)) // bn
-        first, last = tiles_n * part // splits, tiles_n * (part + 1) // splits - shift
+        tiles_n, of = (end + (bn - 1)) // bn, uint64(splits)
+        first = int64(uint64(tiles_n * part) // of)
+        last = int64(uint64(tiles_n * (part + 1)) // of) - shift
 
         fetch_ahead(k_from, v_from, k.strides[2], v.strides[2], first, last, n_rows, columns)
         wait_for_kernel_ahead()
