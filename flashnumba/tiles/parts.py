@@ -27,7 +27,7 @@ from flashnumba.tiles.reduce import lanes_sum
 __all__ = ["make_leave"]
 
 PADDING = 32
-"""Bytes between rows of acc in shared memory, so that the eight rows which a warp stores at a time meet no bank twice."""
+"""Bytes between rows of acc in shared memory, so that rows which a warp stores at a time meet no bank twice."""
 
 
 @cache
@@ -51,7 +51,9 @@ def make_leave(
     d_groups, rows_held, pitch = d // 8, 2 * tiles.frags, 4 * d + PADDING
     ring_bytes, columns_at_once = 2 * tiles.slots * tiles.slot, d // 4
     if teams > 1 and (in_fours or bm * pitch > ring_bytes):
-        raise ValueError(f"tiles are {tiles}; {bm} rows of acc do not fit into {ring_bytes} bytes of keys, or lie otherwise")
+        raise ValueError(
+            f"tiles are {tiles}; {bm} rows of acc do not fit into {ring_bytes} bytes of keys, or lie otherwise"
+        )
     items, states = -(-bm * columns_at_once // threads), (teams, bm, 2)
     row_total, weight, no_barrier = lanes_sum(4), make_weight(), broken == "teams"
 

@@ -47,8 +47,8 @@ FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range", 
 def make_fetch_ahead(tiles: AttentionTiles, vector: int, arch: str, ahead: int) -> DeviceFunction:
     """``fetch_ahead(k_from, v_from, k_step, v_step, first, last, n_rows, columns)``: the first tiles of a part into L2.
 
-    Nothing is read, so it may come before the wait for the kernel ahead, whose last blocks leave memory idle. One thread
-    does it, where rows lie end to end; where they do not, or no kernel can start early, nobody.
+    Nothing is read, so it may come before the wait for the kernel ahead, whose last blocks leave memory idle. One
+    thread does it, where rows lie end to end; where they do not, or no kernel can start early, nobody.
 
     Args:
         ahead: tiles of each team.
@@ -225,7 +225,8 @@ def make_split(
         )  # fmt: skip
 
     options = {
-        "threads": tiles.block, "min_blocks": tiles.min_blocks, "arch": arch, "early": can_start_early(arch), "name": name
+        "threads": tiles.block, "min_blocks": tiles.min_blocks, "arch": arch, "early": can_start_early(arch),
+        "name": name,
     }  # fmt: skip
 
     @kernel(**options)
