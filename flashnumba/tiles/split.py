@@ -12,8 +12,16 @@ apart, and m has not. A part in which a row sees nothing has m = -inf and weight
 results are bitwise repeatable.
 
 The query heads that share a head of keys and values are rows of one tile (row ``r`` is query ``r // group`` of head
-``r % group``), so each key is read once for all of them. With up to 16 rows a block is one warp, which needs no other's
-barrier, and six blocks a multiprocessor keep memory busy.
+``r % group``), so each key is read once for all of them.
+
+With up to 16 rows one warp computes a tile, and slower than memory brings it. So a block has *teams* of one warp, which
+take the tiles of its part in turn, each into slots of its own: no team waits for another, and what a multiprocessor has
+asked for at one time is all of its shared memory. At the end the teams' states are merged where the keys were
+(:mod:`flashnumba.tiles.parts`), and a block leaves one.
+
+A call takes about as long as memory needs and some microseconds in which memory idles: a kernel starts, its last blocks
+merge, the next one starts. From sm_90 on both kernels start early: their blocks come as soon as there is room, ask for
+the first tiles to be brought into the L2 cache, and only then wait for what was ahead of them. Nothing is read before.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023; the packing of GQA heads as in
 FlashAttention-3's decoding, arXiv 2407.08608.
