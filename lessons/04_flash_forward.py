@@ -499,7 +499,7 @@ curve.plot(parts, steps_each[parts - 1], "o", color=RED, label=f"chosen: {parts}
 curve.set(xscale="log", yscale="log", xlabel="parts", ylabel="steps")
 curve.set_title("steps of the busiest multiprocessor")
 curve.set_xticks((1, 4, 16, 64, 256), (1, 4, 16, 64, 256))
-curve.set_yticks((16, 32, 64, 128, 256), (16, 32, 64, 128, 256))
+curve.set_yticks((4, 8, 16, 32, 64), (4, 8, 16, 32, 64))
 curve.minorticks_off()
 curve.legend()
 plt.show()
