@@ -25,6 +25,7 @@ from tests.stages.flash_forward.attention_cases import (
 )
 
 SMALL = AttentionTiles(32, 16, 16, warps=1, slots=2)
+TEAMS = replace(SMALL, teams=2)
 
 
 def with_splits(
@@ -34,12 +35,13 @@ def with_splits(
     """A planner for given tiles and number of parts, merged by so many warps if not by those that are planned."""
 
     def plan(shape: Shape) -> Plan:
-        kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
+        arch = "90" if early else "80"
+        kernel = split.make_split(tiles, shape.element, shape.vector, arch, even=shape.d == tiles.d, broken=broken)
         merge = make_merge(
             tiles.d,
             shape.element,
             warps or warps_for(splits),
-            "90" if early else "80",
+            arch,
             wide=shape.d % 4 == 0,
             broken=merge_broken,
         )
@@ -47,7 +49,7 @@ def with_splits(
         sizes = (splits, shape.batch, shape.heads, shape.m)
         return Plan(
             (
-                Launch(kernel, units * splits, tiles.threads, tiles.shared, SPLIT_ARGS),
+                Launch(kernel, units * splits, tiles.block, tiles.shared, SPLIT_ARGS),
                 Launch(merge, shape.batch * shape.heads * shape.m, merge.threads, 0, MERGE_ARGS),
             ),
             {"acc_parts": (*sizes, shape.d), "m_parts": sizes, "l_parts": sizes},
@@ -58,10 +60,10 @@ def with_splits(
 
 @pytest.mark.parametrize("case", hard_cases(np.float16)[::2], ids=str)
 def test_hard_cases(machine, case):
-    assert_attention(run(with_splits(3), case, machine), case)
+    assert_attention(run(with_splits(3, TEAMS), case, machine), case)
 
 
-@pytest.mark.parametrize("splits", [1, 9])
+@pytest.mark.parametrize("splits", [1, 6])
 @pytest.mark.parametrize("m, group", [(1, 8), (3, 5), (17, 1)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_parts_and_groups(machine, splits, m, group, causal):
@@ -73,15 +75,16 @@ def test_parts_and_groups(machine, splits, m, group, causal):
 @pytest.mark.parametrize("d", [1, 7, 64, 100, 256])
 def test_head_dimensions(machine, d):
     case = normal(2, 75, d, (np.float16, ml_dtypes.bfloat16)[d % 2], heads=4, kv_heads=2, causal=True)
-    assert_attention(run(with_splits(3, AttentionTiles(-(-d // 32) * 32, 16, 32, warps=1)), case, machine), case)
+    tiles = AttentionTiles(-(-d // 32) * 32, 16, 32, warps=1, teams=2)
+    assert_attention(run(with_splits(2, tiles), case, machine), case)
 
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 33, 63, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths(machine, n, causal):
-    """At 17 and 33 the last row alone sees a step of one key."""
+    """At 17 and 33 the last row alone sees a step of one key. Some teams see nothing."""
     case = normal(2, n, 32, np.float16, heads=6, kv_heads=2, causal=causal)
-    assert_attention(run(with_splits(4), case, machine), case)
+    assert_attention(run(with_splits(2, TEAMS), case, machine), case)
 
 
 @pytest.mark.parametrize("name", ["a maximum that grows", "a maximum that comes first", "normal"])
@@ -124,6 +127,14 @@ def test_how_many_parts():
             assert min(2 * 132, units * tiles) <= units * splits or splits == split.MOST_SPLITS
 
 
+def test_how_many_parts_where_a_block_fills_a_multiprocessor():
+    """One wave of them; and where that does not come out, several that are nearly full, or fewer steps in the last."""
+    for units, tiles, expected in ((8, 64, 16), (8, 3, 3), (1, 0, 1), (32, 64, 4), (128, 1024, 1), (256, 1024, 1)):
+        assert split.splits_for(units, tiles, 132, 1) == expected, (units, tiles)
+    assert split.splits_for(8, 64, 132, 2) == 32
+    assert split.splits_for(133, 1024, 132, 1) > 3, "not twice as long for one block more"
+
+
 def test_what_it_does_not_take():
     shape = Shape("float32", 1, 1, 1, 8, 8, 32)
     with pytest.raises(ValueError, match=r"q is float32.*flash_forward\.simt"):
@@ -140,13 +151,15 @@ FAULTS = {
     "causal": ("wrong result",),
     "head": ("wrong result",),
     "range": ("wrong result",),
+    "early": ("EarlyAccess",),
+    "teams": ("Race",),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_of_a_part(fault):
     case = normal(3, 75, 32, np.float16, heads=5, kv_heads=1, causal=fault == "causal", scale=1.0)
-    found = caught(lambda seed: run(with_splits(2, broken=fault), case, seed=seed), case)
+    found = caught(lambda seed: run(with_splits(2, TEAMS, fault, early=True), case, seed=seed), case)
     assert set(found) <= set(FAULTS[fault]), found
 
 
