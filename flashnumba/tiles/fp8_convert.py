@@ -24,8 +24,10 @@ from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
+    e4m3x4_even_to_f16x2,
     e4m3x4_high_to_f16x2,
     e4m3x4_low_to_f16x2,
+    e4m3x4_odd_to_f16x2,
     f32_to_bits,
     pack_e4m3x4,
     pack_e5m2x4,
@@ -84,9 +86,7 @@ def make_halves(element: str, arch: str) -> Halves:
 
     @device
     def e4m3_across(word):
-        low, high = e4m3x4_low_to_f16x2(word), e4m3x4_high_to_f16x2(word)
-        even = uint32((low & uint32(0xFFFF)) | (high << uint32(16)))
-        return even, uint32((low >> uint32(16)) | (high & uint32(0xFFFF0000)))
+        return e4m3x4_even_to_f16x2(word), e4m3x4_odd_to_f16x2(word)
 
     if element == "float8_e5m2":
         return Halves(e5m2, e5m2, 0)
