@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.numba import float32, int64
+from flashnumba.machine.numba import float32, int64, uint32
 from flashnumba.tiles.attention import SMALLEST, AttentionTiles, factor_of
 
 __all__ = ["BLOCK", "SCALED", "Descales", "make_descales"]
@@ -90,11 +90,12 @@ def make_descales(tiles: AttentionTiles, scaled: str, log2: int = 0, broken: str
 
     @device
     def tile(s, acc, mine, k_descale, v_descale, batch, head_kv, key):
-        of_k = k_descale[batch, head_kv, key // BLOCK]
+        b, h, block = uint32(batch), uint32(head_kv), uint32(uint32(key) // uint32(BLOCK))
+        of_k = k_descale[b, h, block]
         for i in range(s_regs):
             s[i] *= mine[2 * (i // (4 * n_groups)) + i // 2 % 2] * of_k
-        if key > 0:
-            before, now = v_descale[batch, head_kv, (key - 1) // BLOCK], v_descale[batch, head_kv, key // BLOCK]
+        if key > 0 and uint32(uint32(key) % uint32(BLOCK)) == uint32(0):  # elsewhere it is the block of the last tile
+            before, now = v_descale[b, h, block - uint32(1)], v_descale[b, h, block]
             if before != now:
                 ratio = before / now
                 for i in range(o_regs):
