@@ -89,6 +89,7 @@ class AttentionTiles:
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
         nbytes: of an element of Q, K and V in shared memory: 2, or 1 for FP8, whose V lies there by columns.
         kv_bytes: of K and V, where it is not the same: 1 for FP8 that is multiplied as float16, whose V lies by rows.
+        teams: of ``warps`` warps each, that share the rows of a block; each has keys, and slots for them, of its own.
 
     Raises:
         ValueError: sizes that do not fit one another; the message says which.
@@ -105,6 +106,7 @@ class AttentionTiles:
     min_blocks: int = 0
     nbytes: int = 2
     kv_bytes: int = 0
+    teams: int = 1
 
     def __post_init__(self) -> None:
         if self.d % 32 or not 32 <= self.d <= 256:
@@ -127,6 +129,8 @@ class AttentionTiles:
             raise ValueError(
                 f"slots is {self.slots} and q_held {self.q_held}; they must be 1 to 4, 0 to {self.units // 16}"
             )
+        if self.teams not in (1, 2, 4, 8) or (self.teams > 1 and self.warps > 1):
+            raise ValueError(f"teams is {self.teams} of {self.warps} warps; it must be 1, or 2, 4 or 8 of one warp each")
         if self.accumulators > 200:
             raise ValueError(
                 f"{self.bm} x {self.bn} tiles by {self.warps} warps take {self.accumulators} registers for O, S and Q; "
@@ -135,7 +139,13 @@ class AttentionTiles:
 
     @property
     def threads(self) -> int:
+        """Of a team."""
         return 32 * self.warps
+
+    @property
+    def block(self) -> int:
+        """Threads a block."""
+        return self.threads * self.teams
 
     @property
     def frags(self) -> int:
@@ -176,7 +186,7 @@ class AttentionTiles:
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return ALIGNMENT + self.pitch * self.bm + 2 * self.slots * self.slot
+        return ALIGNMENT + self.pitch * self.bm + self.teams * 2 * self.slots * self.slot
 
 
 class Steps(NamedTuple):

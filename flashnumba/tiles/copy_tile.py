@@ -55,7 +55,7 @@ def make_waiting(asynchronous: bool, pending: int, waits: bool = True) -> tuple[
 def make_copy_tile(
     rows: int, columns: int, threads: int, vector: int, arch: str = "80", *, even: bool = False, on: bool = True,
     packed: bool = False, order: tuple[int, int, int] | None = None,
-    nbytes: int = 2,
+    nbytes: int = 2, teams: bool = False,
 ) -> DeviceFunction:  # fmt: skip
     """``copy_tile(tile, source, row_step, column_step, rows_left, columns_left)`` for a whole block.
 
@@ -77,6 +77,7 @@ def make_copy_tile(
         order: of each 16 rows, as :class:`flashnumba.tiles.attention.Order` counts them: row ``8 t + 2 q + i`` of the
             tile is row ``order[0] q + order[1] t + order[2] i`` of the source. As they are if None.
         nbytes: of an element, 2; or 1 with ``vector`` 16.
+        teams: each ``threads`` neighbouring threads of the block, a power of two, copy a tile of their own.
 
     Raises:
         ValueError: the threads do not share out the rows evenly, or not by the sixteen that an order needs.
@@ -111,6 +112,16 @@ def make_copy_tile(
     source_row = row_in_order if order else same_row
 
     @device
+    def thread_of_block():
+        return uint32(cuda.threadIdx.x)
+
+    @device
+    def thread_of_team():
+        return uint32(cuda.threadIdx.x) & uint32(threads - 1)
+
+    thread_of = thread_of_team if teams else thread_of_block
+
+    @device
     def chunk_at(tile, row, chunk, i, g):
         """Where chunk ``chunk + together * g`` of row ``row + rows_at_once * i`` lies; all but tile, row and chunk are
         constants, so that most of it is one too."""
@@ -121,8 +132,8 @@ def make_copy_tile(
 
     @device
     def copy_tile(tile, source, row_step, column_step, rows_left, columns_left):
-        row = uint32(cuda.threadIdx.x) // uint32(together)
-        chunk = uint32(cuda.threadIdx.x) % uint32(together)
+        row = thread_of() // uint32(together)
+        chunk = thread_of() % uint32(together)
         from_row = source_row(row)
         if near:
             # One 32-bit offset a thread, from bases that all threads share.
@@ -157,7 +168,8 @@ def make_copy_tile(
         chunk = uint32(cuda.threadIdx.x) % uint32(together)
         for i in range(steps):
             index = row0 + int64(row) + int64(i * rows_at_once)
-            origin = source + index // group * row_step + index % group * head_step
+            query = int64(uint32(index) // uint32(group))
+            origin = source + query * row_step + (index - query * group) * head_step
             for g in range(groups):
                 column = int64(8) * int64(chunk) + int64(8 * together * g)
                 there = int32(min(int64(16), max(int64(0), int64(2) * (columns_left - column))))

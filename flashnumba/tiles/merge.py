@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import Kernel, device, kernel
+from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
 from flashnumba.machine.instructions import (
     ex2_approx,
     f32_to_bf16,
@@ -18,11 +18,11 @@ from flashnumba.machine.instructions import (
     ld_global_v4_f32,
 )
 from flashnumba.machine.numba import cuda, float16, float32, int64, uint64
-from flashnumba.tiles.attention import factor_of, log_sum, share_of
-from flashnumba.tiles.dependency import can_start_early, make_wait
+from flashnumba.tiles.attention import factor_of, log_sum, seen, share_of
+from flashnumba.tiles.dependency import can_start_early, make_trigger, make_wait
 from flashnumba.tiles.online import NOTHING
 
-__all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge", "warps_for"]
+__all__ = ["MERGE_ARGS", "MERGE_FAULTS", "make_merge", "make_weight", "warps_for"]
 
 MERGE_ARGS = ("acc_parts", "m_parts", "l_parts", "o", "lse", "scale")
 AT_ONCE, MOST_WARPS = 8, 8
@@ -33,6 +33,22 @@ MERGE_FAULTS = ("barrier", "weight", "wait")
 def warps_for(splits: int) -> int:
     """Warps a row: each loads up to :data:`AT_ONCE` parts before it uses the first."""
     return min(MOST_WARPS, 1 << max(0, -(-splits // AT_ONCE) - 1).bit_length())
+
+
+@cache
+def make_weight(right: bool = True) -> DeviceFunction:
+    """``weight(m, top, factor)``: 2^((m - top) factor), what a state of maximum m counts in one of maximum ``top``;
+    nothing if it is empty. ``right=False`` plants a fault: all count 1."""
+
+    @device
+    def weight(m, top, factor):
+        return ex2_approx((m - seen(top)) * factor)
+
+    @device
+    def one(m, top, factor):
+        return float32(1)
+
+    return weight if right else one
 
 
 @cache
@@ -51,16 +67,9 @@ def make_merge(
     groups = -(-d // (32 * width))  # of ``width`` columns, a lane
     per_lane = groups * width
     held, partial, states, columns_each = AT_ONCE * per_lane, (warps, d), (warps, 2), -(-d // threads)
-    no_barrier, unweighted = broken == "barrier", broken == "weight"
-    wait = make_wait(arch, broken != "wait")
+    no_barrier, weight = broken == "barrier", make_weight(broken != "weight")
+    trigger, wait = make_trigger(arch), make_wait(arch, broken != "wait")
     is_half = element == "float16"
-
-    @device
-    def weight(m, top, factor):
-        """2^((m - top) factor); nothing for an empty part."""
-        if unweighted:
-            return float32(1)
-        return ex2_approx((m - (float32(0) if top == float32(NOTHING) else top)) * factor)
 
     @device
     def load(loaded, at, address):
@@ -71,6 +80,7 @@ def make_merge(
 
     @kernel(threads=threads, arch=arch, early=can_start_early(arch), name="flash_forward.merge")
     def merge(acc_parts, m_parts, l_parts, o, lse, scale):
+        trigger()
         sums = cuda.shared.array(partial, float32)
         state = cuda.shared.array(states, float32)
         factor = factor_of(scale)

@@ -23,29 +23,58 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.instructions import global_address, shared_address, st_global_f32
+from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
+from flashnumba.machine.instructions import bulk_prefetch, global_address, shared_address, syncwarp
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
-from flashnumba.tiles.dependency import make_trigger
+from flashnumba.tiles.dependency import can_start_early, make_trigger, make_wait, nothing
 from flashnumba.tiles.descale import make_descales
 from flashnumba.tiles.fp8_convert import make_halves
 from flashnumba.tiles.fp8_halves import make_copy_as_float16, with_halves
+from flashnumba.tiles.parts import make_leave
 from flashnumba.tiles.rows import make_hide
 
 __all__ = ["FAULTS", "MOST_SPLITS", "SPLIT_ARGS", "make_split", "splits_for"]
 
 SPLIT_ARGS = ("q", "k", "v", "acc_parts", "m_parts", "l_parts", "scale", "causal")
 MOST_SPLITS = 256
-FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range")
+FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range", "early", "teams")
 """What can be planted."""
+
+
+@cache
+def make_fetch_ahead(tiles: AttentionTiles, vector: int, arch: str, ahead: int) -> DeviceFunction:
+    """``fetch_ahead(k_from, v_from, k_step, v_step, first, last, n_rows, columns)``: the first tiles of a part into L2.
+
+    Nothing is read, so it may come before the wait for the kernel ahead, whose last blocks leave memory idle. One thread
+    does it, where rows lie end to end; where they do not, or no kernel can start early, nobody.
+
+    Args:
+        ahead: tiles of each team.
+    """
+    bn, itemsize, reach = tiles.bn, tiles.kv_bytes or tiles.nbytes, ahead * tiles.teams
+
+    @device
+    def fetch_ahead(k_from, v_from, k_step, v_step, first, last, n_rows, columns):
+        row = columns * itemsize
+        keys = min(n_rows, min(last, first + reach) * bn) - first * bn
+        if cuda.threadIdx.x == 0 and keys > 0 and k_step == row and v_step == row:
+            bulk_prefetch(uint64(k_from + first * bn * row), uint32(keys * row))
+            bulk_prefetch(uint64(v_from + first * bn * row), uint32(keys * row))
+
+    return fetch_ahead if can_start_early(arch) and vector == 16 and ahead else nothing_ahead
+
+
+@device
+def nothing_ahead(k_from, v_from, k_step, v_step, first, last, n_rows, columns):
+    pass
 
 
 @cache
 def make_split(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True,
-    scaled: str = "", name: str = "", broken: str = "",
+    scaled: str = "", ahead: int | None = None, name: str = "", broken: str = "",
 ) -> Kernel:  # fmt: skip
     """The kernel that attends to one part of the keys, ``(q, k, v, acc_parts, m_parts, l_parts, scale, causal)``.
 
@@ -56,7 +85,9 @@ def make_split(
         name: of the kernel in tables.
         broken: plants one of :data:`FAULTS`, or ``twice`` of the scales.
     """
-    d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
+    d, bm, bn, threads, frags, slots, teams = (
+        tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots, tiles.teams
+    )  # fmt: skip
     pitch, slot_bytes, halves = tiles.pitch, tiles.slot, tiles.kv_bytes == 1
     steps = make_steps(tiles, "float16" if halves else element, arch)
     if halves:
@@ -68,45 +99,63 @@ def make_split(
         steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten, steps.softmax_pv
     )  # fmt: skip
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
-    row_total = steps.total
-    copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even, packed=True)
+    q_threads = min(tiles.block, bm * (8 if d % 64 == 0 else 4))  # each has a row to copy of
+    copy_q = make_copy_tile(bm, d, q_threads, vector, arch, even=even, packed=True)
     if halves:
-        copy_q = make_copy_as_float16(bm, d, threads, element, arch, packed=True)
-    copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even, nbytes=tiles.kv_bytes or tiles.nbytes)
-    d_groups, trigger = d // 8, make_trigger(arch)
+        copy_q = make_copy_as_float16(bm, d, q_threads, element, arch, packed=True)
+    itemsize = tiles.kv_bytes or tiles.nbytes
+    copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even, nbytes=itemsize, teams=teams > 1)
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    no_barrier, no_free_barrier = broken == "barrier", broken == "free_barrier"
     next_row, head_shift, shift = int(broken != "causal"), int(broken == "head"), int(broken == "range")
-
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     wait, commit = make_waiting(copies_ahead(vector, arch), slots - 1, waits=broken != "wait")
+    trigger, wait_for_kernel_ahead = make_trigger(arch), make_wait(arch, broken != "early")
+    fetch_ahead = make_fetch_ahead(tiles, vector, arch, slots if ahead is None else ahead)
+    leave = make_leave(tiles, even=even, in_fours=halves, head_shift=head_shift, broken=broken)
 
     @device
-    def column_of(n, i, lane):
-        """Which column value i of accumulator group n belongs to."""
-        if halves:
-            return int64(16 * (n // 2) + n % 2 + 2 * i) + int64(4 * (lane & 3))
-        return int64(8 * n + i) + int64(2 * (lane & 3))
+    def meet_block():
+        cuda.syncthreads()
+
+    @device
+    def meet_team():
+        syncwarp()
+
+    meet = meet_team if teams > 1 else meet_block
+    tile_is_there = nothing if broken == "barrier" else meet
+    slot_is_free = nothing if broken == "free_barrier" else meet
+
+    @device
+    def warp_of_team():
+        """(team, the warp's first row)."""
+        return int32(cuda.threadIdx.x >> 5), int32(0)
+
+    @device
+    def warp_of_block():
+        return int32(0), int32((cuda.threadIdx.x >> 5) * (16 * frags))
+
+    place_of_warp = warp_of_team if teams > 1 else warp_of_block
 
     @device
     def attend(q, k, v, acc_parts, m_parts, l_parts, q_descale, k_descale, v_descale, scale, causal):
         trigger()
         smem = cuda.shared.array(0, uint8)
-        q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
-        k_tile = q_tile + uint32(bm * pitch)
-        v_tile = k_tile + uint32(slots * slot_bytes)
         lane = int32(cuda.threadIdx.x & 31)
-        warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
+        team, warp_row = place_of_warp()
+        q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
+        k_tile = q_tile + uint32(bm * pitch) + uint32(team) * uint32(2 * slots * slot_bytes)
+        v_tile = k_tile + uint32(slots * slot_bytes)
 
         # Which part of the keys, for which rows of which head of keys and values.
-        splits, group = m_parts.shape[0], q.shape[1] // k.shape[1]
+        splits, kv_heads, group = m_parts.shape[0], uint32(k.shape[1]), int64(uint32(q.shape[1]) // uint32(k.shape[1]))
         rows, n_rows, columns, offset = q.shape[2] * group, k.shape[2], q.shape[3], k.shape[2] - q.shape[2]
-        blocks = (rows + (bm - 1)) // bm
-        part = int64(uint32(cuda.blockIdx.x) % uint32(splits))
-        rest = int64(uint32(cuda.blockIdx.x) // uint32(splits))
-        row0 = (rest % blocks) * bm
-        head_kv = (rest // blocks) % k.shape[1]
-        batch = rest // blocks // k.shape[1]
+        blocks = uint32((rows + (bm - 1)) // bm)
+        rest = uint32(cuda.blockIdx.x) // uint32(splits)
+        part = int64(uint32(cuda.blockIdx.x) - rest * uint32(splits))
+        unit = rest // blocks
+        row0 = int64(rest - unit * blocks) * bm
+        batch = int64(unit // kv_heads)
+        head_kv = int64(unit) - batch * int64(kv_heads)
         q_from = int64(global_address(q)) + batch * q.strides[0] + head_kv * group * q.strides[1]
         k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
         v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
@@ -117,6 +166,9 @@ def make_split(
         tiles_n = (end + (bn - 1)) // bn
         first, last = tiles_n * part // splits, tiles_n * (part + 1) // splits - shift
 
+        fetch_ahead(k_from, v_from, k.strides[2], v.strides[2], first, last, n_rows, columns)
+        wait_for_kernel_ahead()
+        first += team
         factor = factor_for(scale, q_descale, k_descale, batch, head_kv * group, head_kv)
         q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
         held = cuda.local.array(q_regs, uint32)
@@ -124,27 +176,30 @@ def make_split(
         acc = cuda.local.array(o_regs, float32)
         m = cuda.local.array(rows_held, float32)
         l = cuda.local.array(rows_held, float32)
-        clear(acc, m, l)
         of_q = cuda.local.array(rows_held, float32)
         scale_rows(of_q, q_descale, batch, head_kv * group, group, row0 + warp_row + (lane >> 2), rows)
 
-        copy_q(q_tile, q_from, q.strides[2], q.strides[3], rows, columns, row0, group, q.strides[1])
+        if cuda.threadIdx.x < q_threads:
+            copy_q(q_tile, q_from, q.strides[2], q.strides[3], rows, columns, row0, group, q.strides[1])
         for i in range(slots):
-            key, to = (first + i) * bn, uint32(i * slot_bytes)
-            if first + i < last:
+            key, to = (first + i * teams) * bn, uint32(i * slot_bytes)
+            if first + i * teams < last:
                 copy_kv(k_tile + to, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
                 copy_kv(v_tile + to, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns)
             commit()
+        clear(acc, m, l)
         wait()
         cuda.syncthreads()  # Q is there for all
         if scale < float32(0):
-            negate_q(q_tile, warp_row, lane)
+            if team == 0:
+                negate_q(q_tile, warp_row, lane)
+            if teams > 1:
+                cuda.syncthreads()  # it is turned for all
         load_q(held, q_lane)
         here = uint32(0)
-        for j in range(first, last):
+        for j in range(first, last, teams):
             wait()
-            if not no_barrier:
-                cuda.syncthreads()  # K_j and V_j are there for all
+            tile_is_there()  # K_j and V_j, for all of the team
             multiply_qk(s, held, q_lane, k_lane + here)
             scale_tile(s, acc, of_q, k_descale, v_descale, batch, head_kv, j * bn)  # of FP8 alone
             if scale == float32(0):
@@ -152,10 +207,9 @@ def make_split(
             if (j + 1) * bn > whole:
                 hide(s, j, row0 + warp_row + (lane >> 2), group, offset, causal, n_rows, lane)
             softmax_pv(s, acc, m, l, factor, v_lane + here)
-            if not no_free_barrier:
-                cuda.syncthreads()  # nobody reads this slot any more
-            key = (j + slots) * bn
-            if j + slots < last:
+            slot_is_free()  # nobody reads it any more
+            key = (j + slots * teams) * bn
+            if j + slots * teams < last:
                 copy_kv(k_tile + here, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
                 copy_kv(v_tile + here, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns)
             commit()
@@ -164,41 +218,38 @@ def make_split(
                 here = uint32(0)
 
         scale_output(acc, v_descale, batch, head_kv, (last - 1) * bn)
-        for r in range(rows_held):
-            row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
-            total = row_total(l[r])
-            if row < rows:
-                head = head_kv * group + (row + head_shift) % group
-                place = ((part * q.shape[0] + batch) * q.shape[1] + head) * q.shape[2] + row // group
-                if (lane & 3) == 0:
-                    m_parts[part, batch, head, row // group] = m[r]
-                    l_parts[part, batch, head, row // group] = total
-                to = global_address(acc_parts) + uint64(place * columns * 4)
-                for n in range(d_groups):
-                    at = ((r // 2) * d_groups + n) * 4 + 2 * (r % 2)
-                    for i in range(2):
-                        column = column_of(n, i, lane)
-                        if even or column < columns:
-                            st_global_f32(to + uint64(4 * column), acc[at + i])
+        leave(
+            acc, m, l, factor, k_tile, acc_parts, m_parts, l_parts, part, batch, head_kv * group, group, row0, warp_row,
+            rows,
+        )  # fmt: skip
 
-    @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
+    options = {
+        "threads": tiles.block, "min_blocks": tiles.min_blocks, "arch": arch, "early": can_start_early(arch), "name": name
+    }  # fmt: skip
+
+    @kernel(**options)
     def split(q, k, v, acc_parts, m_parts, l_parts, scale, causal):
         attend(q, k, v, acc_parts, m_parts, l_parts, None, None, None, scale, causal)
 
-    @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name=name)
+    @kernel(**options)
     def split_scaled(q, k, v, acc_parts, m_parts, l_parts, q_descale, k_descale, v_descale, scale, causal):
         attend(q, k, v, acc_parts, m_parts, l_parts, q_descale, k_descale, v_descale, scale, causal)
 
     return split_scaled if scaled else split
 
 
-def splits_for(units: int, tiles: int, multiprocessors: int) -> int:
+def splits_for(units: int, tiles: int, multiprocessors: int, in_pairs: bool = False) -> int:
     """Parts to cut ``tiles`` steps of keys into, where a part is ``units`` blocks.
 
     The time is that of the busiest multiprocessor: the blocks it gets times the steps of the longest part, and one more
     for what a part leaves and the merge reads. Two blocks at least should be on each, to keep memory busy.
+
+    Args:
+        in_pairs: two blocks keep memory as busy as it gets, and there is room for no more: two are as long as one.
     """
     most = max(1, min(tiles, MOST_SPLITS))
+    if in_pairs:
+        return max(1, min(most, 2 * multiprocessors // units))
     fewest = min(most, -(-2 * multiprocessors // units))
 
     def busiest(splits: int) -> int:

@@ -66,6 +66,16 @@ class GlobalMemory:
     def find(self, address: int, nbytes: int, thread: Thread, store: bool) -> Region:
         if self.early:
             self.check_waited(thread)
+        return self._region(address, nbytes, thread, store)
+
+    def check_prefetch(self, address: int, nbytes: int, thread: Thread) -> None:
+        """A prefetch reads nothing, but of what is there: one that leaves its array is a wrong address."""
+        for value, what in ((address, "address"), (nbytes, "number of bytes")):
+            if value & 15:
+                raise thread.fault(faults.Misaligned, f"a prefetch whose {what} {value:#x} is not a multiple of 16")
+        self._region(address, nbytes, thread, False)
+
+    def _region(self, address: int, nbytes: int, thread: Thread, store: bool) -> Region:
         readable = None
         for region in self.regions:
             if region.lo <= address and address + nbytes <= region.hi:

@@ -22,8 +22,8 @@ from flashnumba.machine.emulator import copies
 from flashnumba.machine.instruction import Instruction, Scalar, instruction
 
 __all__ = [
-    "bulk_commit", "bulk_load", "bulk_store", "bulk_wait", "bulk_wait_read", "tma_load_1d", "tma_load_2d",
-    "tma_load_3d", "tma_load_4d", "tma_prefetch", "tma_store_1d", "tma_store_2d", "tma_store_3d", "tma_store_4d",
+    "bulk_commit", "bulk_load", "bulk_prefetch", "bulk_store", "bulk_wait", "bulk_wait_read", "tma_load_1d",
+    "tma_load_2d", "tma_load_3d", "tma_load_4d", "tma_prefetch", "tma_store_1d", "tma_store_2d", "tma_store_3d", "tma_store_4d",
 ]  # fmt: skip
 
 
@@ -97,6 +97,16 @@ tma_store_1d, tma_store_2d, tma_store_3d, tma_store_4d = (_store(rank) for rank 
 @instruction("tma_prefetch", "prefetch.tensormap [%map];", (Scalar("map", "u64"),), arch="90", effect="control")
 def tma_prefetch(thread: Any, tensor: Any) -> None:
     """Fetch a tensor map ahead of its first use."""
+
+
+@instruction(
+    "bulk_prefetch", "cp.async.bulk.prefetch.L2.global [%src], %nbytes;", (Scalar("src", "u64"), Scalar("nbytes", "u32")),
+    arch="90", effect="control",
+)  # fmt: skip
+def bulk_prefetch(thread: Any, src: int, nbytes: int) -> None:
+    """Fetch bytes of global memory into the L2 cache, address and number multiples of 16, and go on. No thread has read
+    anything yet, so it may come before the wait for the kernel ahead: what that still writes, it writes into L2."""
+    thread.launch.memory.check_prefetch(int(src), int(nbytes), thread)
 
 
 @instruction("bulk_commit", "cp.async.bulk.commit_group;", arch="90", effect="control")

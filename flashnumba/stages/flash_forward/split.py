@@ -27,13 +27,15 @@ make_split = partial(split.make_split, name="flash_forward.split")
 """The kernel that attends to one part of the keys."""
 
 
-def tiles_for(d: int, rows: int) -> AttentionTiles:
-    """One warp for up to 16 rows, four for more; steps of about 16 KB, two of them ahead."""
+def tiles_for(d: int, rows: int, arch: str = "90a") -> AttentionTiles:
+    """Up to 16 rows: four teams of one warp, steps of about 8 KB each, as many ahead as two blocks a multiprocessor have
+    room for. More rows: four warps that share steps of about 16 KB, two ahead."""
     d = -(-d // 32) * 32
-    bn = 64 if d <= 64 else 32 if d <= 128 else 16
-    if rows <= 16:
-        return AttentionTiles(d, 16, bn, warps=1, slots=2, q_held=d // 16 if d <= 128 else 0)
-    return AttentionTiles(d, 64, max(bn, 32), slots=2)
+    if rows > 16:
+        return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2)
+    bn = 64 if d <= 32 else 32 if d <= 64 else 16
+    slots = 3 if d <= 128 and arch.rstrip("a") in ("90", "100") else 2
+    return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, teams=4)
 
 
 def plan_split(shape: Shape) -> Plan:
@@ -47,16 +49,16 @@ def plan_split(shape: Shape) -> Plan:
     if int(shape.arch.rstrip("a")) < 80:
         raise ValueError(f"flash_forward.split needs sm_80, this is sm_{shape.arch}: use flash_forward.mma or simt")
     rows = shape.m * shape.group
-    tiles = tiles_for(shape.d, rows)
+    tiles = tiles_for(shape.d, rows, shape.arch)
     units = -(-rows // tiles.bm) * shape.kv_heads * shape.batch
-    splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors)
+    splits = splits_for(units, -(-shape.n // (tiles.bn * tiles.teams)), shape.multiprocessors, tiles.teams > 1)
     arch = "90" if can_start_early(shape.arch) else "80"
     kernel = make_split(tiles, shape.element, shape.vector, arch, even=shape.d == tiles.d)
     merge = make_merge(tiles.d, shape.element, warps_for(splits), arch, wide=shape.d % 4 == 0)
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
         (
-            Launch(kernel, units * splits, tiles.threads, tiles.shared, SPLIT_ARGS),
+            Launch(kernel, units * splits, tiles.block, tiles.shared, SPLIT_ARGS),
             Launch(merge, shape.batch * shape.heads * shape.m, merge.threads, 0, MERGE_ARGS),
         ),
         {"acc_parts": (*sizes, shape.d), "m_parts": sizes, "l_parts": sizes},

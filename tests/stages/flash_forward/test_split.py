@@ -25,6 +25,7 @@ from tests.stages.flash_forward.attention_cases import (
 )
 
 SMALL = AttentionTiles(32, 16, 16, warps=1, slots=2)
+TEAMS = replace(SMALL, teams=2)
 
 
 def with_splits(
@@ -34,12 +35,13 @@ def with_splits(
     """A planner for given tiles and number of parts, merged by so many warps if not by those that are planned."""
 
     def plan(shape: Shape) -> Plan:
-        kernel = split.make_split(tiles, shape.element, shape.vector, even=shape.d == tiles.d, broken=broken)
+        arch = "90" if early else "80"
+        kernel = split.make_split(tiles, shape.element, shape.vector, arch, even=shape.d == tiles.d, broken=broken)
         merge = make_merge(
             tiles.d,
             shape.element,
             warps or warps_for(splits),
-            "90" if early else "80",
+            arch,
             wide=shape.d % 4 == 0,
             broken=merge_broken,
         )
@@ -47,7 +49,7 @@ def with_splits(
         sizes = (splits, shape.batch, shape.heads, shape.m)
         return Plan(
             (
-                Launch(kernel, units * splits, tiles.threads, tiles.shared, SPLIT_ARGS),
+                Launch(kernel, units * splits, tiles.block, tiles.shared, SPLIT_ARGS),
                 Launch(merge, shape.batch * shape.heads * shape.m, merge.threads, 0, MERGE_ARGS),
             ),
             {"acc_parts": (*sizes, shape.d), "m_parts": sizes, "l_parts": sizes},
