@@ -30,13 +30,15 @@ ARGS = (*SPLIT_ARGS[:-2], *DESCALES, *SPLIT_ARGS[-2:])
 OUT = "bfloat16"
 
 
-def tiles_for(d: int, rows: int) -> AttentionTiles:
-    """One warp for up to 16 rows, four for more; steps of 8 KB, or 16 KB, as many ahead as make 32 KB."""
+def tiles_for(d: int, rows: int, arch: str = "90a") -> AttentionTiles:
+    """Up to 16 rows: four teams of one warp, steps of 8 KB each, as many ahead as two blocks a multiprocessor have room
+    for. More rows: four warps that share steps of 8 KB, two ahead."""
     d = -(-d // 64) * 64
-    if rows <= 16:
-        bn, slots = (64, 2) if d <= 64 else (32 if d <= 128 else 16, 4)
-        return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1)
-    return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
+    if rows > 16:
+        return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
+    bn = 64 if d <= 64 else 32 if d <= 128 else 16
+    slots = 3 if arch.rstrip("a") in ("90", "100") else 2
+    return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1, teams=4)
 
 
 def plan_split(shape: Shape, *, broken: str = "") -> Plan:
@@ -50,9 +52,9 @@ def plan_split(shape: Shape, *, broken: str = "") -> Plan:
     if int(shape.arch.rstrip("a")) < 80:
         raise ValueError(f"fp8.split needs sm_80, this is sm_{shape.arch}: use fp8.emulated")
     rows = shape.m * shape.group
-    tiles = tiles_for(shape.d, rows)
+    tiles = tiles_for(shape.d, rows, shape.arch)
     units = -(-rows // tiles.bm) * shape.kv_heads * shape.batch
-    splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors)
+    splits = splits_for(units, -(-shape.n // (tiles.bn * tiles.teams)), shape.multiprocessors, tiles.teams > 1)
     early = "90" if can_start_early(shape.arch) else "80"
     arch = "90" if early == "90" else "89" if native(shape.arch) else "80"
     kernel = make_split(
@@ -62,7 +64,7 @@ def plan_split(shape: Shape, *, broken: str = "") -> Plan:
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
         (
-            Launch(kernel, units * splits, tiles.threads, tiles.shared, ARGS),
+            Launch(kernel, units * splits, tiles.block, tiles.shared, ARGS),
             Launch(merge, shape.batch * shape.heads * shape.m, merge.threads, 0, MERGE_ARGS),
         ),
         {"acc_parts": (*sizes, shape.d), "m_parts": sizes, "l_parts": sizes},
