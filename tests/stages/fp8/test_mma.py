@@ -239,7 +239,7 @@ def test_the_tiles_fit(arch, d):
     room = {"75": 64, "80": 163, "90a": 227, "100a": 227}.get(arch, 99) * 1024
     for narrow in (False, True):
         assert mma.emulated_tiles(d, arch, narrow=narrow).shared <= room
-    assert arch == "75" or max(split.tiles_for(d, rows).shared for rows in (1, 64)) <= room
+    assert arch == "75" or max(split.tiles_for(d, rows, arch).shared for rows in (1, 64)) <= room
     assert fp8_tiles.tiles_for(d, arch).shared <= room or arch in ("75", "80", "86")
 
 
