@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,26 +21,38 @@ if TYPE_CHECKING:
 __all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_backward", "of_heads", "of_rows", "rows_key"]
 
 
+ALIGNMENT = 256
+"""Bytes that arrays in one room are aligned to."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What to do with arguments of the kind that it was made for.
 
     Attributes:
         new: what allocates the arrays that are made anew.
-        launches: each with the places of its arrays among the given and the new ones.
+        launches: each with the places of its arrays among the given ones, the new ones and those in the room.
         stream: the current stream's handle.
         returns: the place of what the caller gets, or several.
+        room: what allocates the memory, all of it at once, for arrays that the caller does not get.
+        offsets: where in it each of them begins, in bytes.
     """
 
     new: tuple[Callable[[], Any], ...]
     launches: tuple[tuple[Fixed, tuple[int, ...]], ...]
     stream: Callable[[], int]
     returns: int | tuple[int, ...]
+    room: Callable[[], Any] | None = None
+    offsets: tuple[int, ...] = ()
 
     def __call__(self, *given: Any) -> Any:
         """Allocate and launch on the current stream."""
         arrays = [*given, *[make() for make in self.new]]
         addresses = [array.data_ptr() for array in arrays]
+        if self.room is not None:
+            room = self.room()
+            begin = room.data_ptr()
+            addresses += [begin + offset for offset in self.offsets]
         stream = self.stream()
         for launch, places in self.launches:
             launch([addresses[place] for place in places], stream)
@@ -172,22 +184,33 @@ def _of_plan(
     Args:
         given: names of what a call gets; an array that stands in for another, as lse does for a dlse that is not there,
             is that one's place.
-        results, scratch: what is made anew; scratch by shape and type.
+        results, scratch: what is made anew; scratch by shape and type. It lies in one room, beside results that are
+            not returned, as an allocation costs a host as much as a launch's arguments do.
+        returns: places of results, which follow what is given.
         known: arrays and scalars, by the names that launches have for them.
     """
     torch, place = sys.modules["torch"], next(iter(results.values())).device
+    wanted = (returns,) if isinstance(returns, int) else returns
     shapes = {name: (result.shape, result.dtype) for name, result in results.items()}
     shapes |= {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in scratch.items()}
-    new = [_empty(shape, dtype, place) for shape, dtype in shapes.values()]
-    known = {**known, **{name: new[at]() for at, name in enumerate(shapes) if name in scratch}}
-    places = {name: at for at, name in enumerate((*given, *shapes))}
+    kept = {name for at, name in enumerate(shapes, len(given)) if at in wanted}
+    new = {name: _empty(*shapes[name], place) for name in shapes if name in kept}
+    known = {**known, **{name: _empty(*shapes[name], place)() for name in scratch}}
+    apart, offsets, end = [name for name in shapes if name not in kept], [], 0
+    for name in apart:
+        example = results[name] if name in results else known[name]
+        offsets.append(end)
+        end += -(-example.numel() * example.element_size() // ALIGNMENT) * ALIGNMENT
+    order = (*given, *new, *apart)
+    places = {name: at for at, name in enumerate(order)}
     places |= {name: places["lse"] for name in ("dlse",) if name in known and name not in places}
     launches = []
     for prepared, launch in ready:
         args = tuple(known[name] for name in launch.args)
         arrays = [places[name] for name in launch.args if name in places]
         launches.append((prepared.fixed(launch.grid, launch.threads, args), arrays))
-    return _recipe(new, launches, device, returns)
+    recipe = _recipe(new.values(), launches, device, returns)
+    return replace(recipe, room=_empty((end // 4,), torch.float32, place), offsets=tuple(offsets)) if apart else recipe
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

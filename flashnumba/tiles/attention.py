@@ -130,7 +130,9 @@ class AttentionTiles:
                 f"slots is {self.slots} and q_held {self.q_held}; they must be 1 to 4, 0 to {self.units // 16}"
             )
         if self.teams not in (1, 2, 4, 8) or (self.teams > 1 and self.warps > 1):
-            raise ValueError(f"teams is {self.teams} of {self.warps} warps; it must be 1, or 2, 4 or 8 of one warp each")
+            raise ValueError(
+                f"teams is {self.teams} of {self.warps} warps; it must be 1, or 2, 4 or 8 of one warp each"
+            )
         if self.accumulators > 200:
             raise ValueError(
                 f"{self.bm} x {self.bn} tiles by {self.warps} warps take {self.accumulators} registers for O, S and Q; "

@@ -28,7 +28,7 @@ from flashnumba.tiles.reduce import lanes_sum
 __all__ = ["make_leave"]
 
 PADDING = 32
-"""Bytes between rows of acc in shared memory, so that the eight rows which a warp stores at a time meet no bank twice."""
+"""Bytes between rows of acc in shared memory, so that rows which a warp stores at a time meet no bank twice."""
 
 
 @cache

@@ -12,8 +12,16 @@ apart, and m has not. A part in which a row sees nothing has m = -inf and weight
 results are bitwise repeatable.
 
 The query heads that share a head of keys and values are rows of one tile (row ``r`` is query ``r // group`` of head
-``r % group``), so each key is read once for all of them. With up to 16 rows a block is one warp, which needs no other's
-barrier, and six blocks a multiprocessor keep memory busy.
+``r % group``), so each key is read once for all of them.
+
+With up to 16 rows one warp computes a tile, and slower than memory brings it. So a block has *teams* of one warp, which
+take the tiles of its part in turn, each into slots of its own: no team waits for another, and what a multiprocessor has
+asked for at one time is all of its shared memory. At the end the teams' states are merged where the keys were
+(:mod:`flashnumba.tiles.parts`), and a block leaves one.
+
+A call takes about as long as memory needs and some microseconds in which memory idles: a kernel starts, its last blocks
+merge, the next one starts. From sm_90 on both kernels start early: their blocks come as soon as there is room, ask for
+the first tiles to be brought into the L2 cache, and only then wait for what was ahead of them. Nothing is read before.
 
 Source: Dao, Haziza, Massa, Sizov, "Flash-Decoding for long-context inference", 2023; the packing of GQA heads as in
 FlashAttention-3's decoding, arXiv 2407.08608.
@@ -47,8 +55,8 @@ FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range", 
 def make_fetch_ahead(tiles: AttentionTiles, vector: int, arch: str, ahead: int) -> DeviceFunction:
     """``fetch_ahead(k_from, v_from, k_step, v_step, first, last, n_rows, columns)``: the first tiles of a part into L2.
 
-    Nothing is read, so it may come before the wait for the kernel ahead, whose last blocks leave memory idle. One thread
-    does it, where rows lie end to end; where they do not, or no kernel can start early, nobody.
+    Nothing is read, so it may come before the wait for the kernel ahead, whose last blocks leave memory idle. One
+    thread does it, where rows lie end to end; where they do not, or no kernel can start early, nobody.
 
     Args:
         ahead: tiles of each team.
@@ -163,8 +171,9 @@ def make_split(
         if causal != 0:
             end = min(n_rows, max(int64(0), (min(row0 + bm, rows) - 1) // group + 1 + offset))
             whole = min(n_rows, row0 // group + offset + next_row)
-        tiles_n = (end + (bn - 1)) // bn
-        first, last = tiles_n * part // splits, tiles_n * (part + 1) // splits - shift
+        tiles_n, of = (end + (bn - 1)) // bn, uint64(splits)
+        first = int64(uint64(tiles_n * part) // of)
+        last = int64(uint64(tiles_n * (part + 1)) // of) - shift
 
         fetch_ahead(k_from, v_from, k.strides[2], v.strides[2], first, last, n_rows, columns)
         wait_for_kernel_ahead()
@@ -224,7 +233,8 @@ def make_split(
         )  # fmt: skip
 
     options = {
-        "threads": tiles.block, "min_blocks": tiles.min_blocks, "arch": arch, "early": can_start_early(arch), "name": name
+        "threads": tiles.block, "min_blocks": tiles.min_blocks, "arch": arch, "early": can_start_early(arch),
+        "name": name,
     }  # fmt: skip
 
     @kernel(**options)

@@ -6,11 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from flashnumba.machine.emulator import Deadlock, launch
+from flashnumba.machine.emulator import Deadlock, Misaligned, OutOfBounds, launch
 from flashnumba.machine.function import kernel
 from flashnumba.machine.instructions import (
     bulk_commit,
     bulk_load,
+    bulk_prefetch,
     bulk_store,
     bulk_wait,
     cp_async_4,
@@ -361,3 +362,21 @@ def test_a_bulk_copy_moves_its_bytes_at_the_wait():
     x, out = np.arange(4, dtype=np.float32) + 10, np.zeros(4, np.float32)
     launch(late, 1, 1, [x, out])
     assert list(out) == [10, -1, 12, 13]
+
+
+def prefetching(start, nbytes):
+    @kernel(threads=32, arch="90", early=True)
+    def prefetching(x):
+        if cuda.threadIdx.x == 0:
+            bulk_prefetch(global_address(x) + uint64(start), uint32(nbytes))
+
+    return prefetching
+
+
+def test_prefetch():
+    """It reads nothing, so an early kernel need not have waited; but it has to be of what is there."""
+    x = np.zeros(64, np.float32)
+    assert launch(prefetching(16, 240), 1, 32, (x,), arch="90a").loaded == 0
+    for start, nbytes, fault in ((0, 272, OutOfBounds), (8, 16, Misaligned), (0, 24, Misaligned)):
+        with pytest.raises(fault):
+            launch(prefetching(start, nbytes), 1, 32, (x,), arch="90a")

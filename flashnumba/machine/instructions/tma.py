@@ -23,7 +23,8 @@ from flashnumba.machine.instruction import Instruction, Scalar, instruction
 
 __all__ = [
     "bulk_commit", "bulk_load", "bulk_prefetch", "bulk_store", "bulk_wait", "bulk_wait_read", "tma_load_1d",
-    "tma_load_2d", "tma_load_3d", "tma_load_4d", "tma_prefetch", "tma_store_1d", "tma_store_2d", "tma_store_3d", "tma_store_4d",
+    "tma_load_2d", "tma_load_3d", "tma_load_4d", "tma_prefetch", "tma_store_1d", "tma_store_2d", "tma_store_3d",
+    "tma_store_4d",
 ]  # fmt: skip
 
 
@@ -100,9 +101,12 @@ def tma_prefetch(thread: Any, tensor: Any) -> None:
 
 
 @instruction(
-    "bulk_prefetch", "cp.async.bulk.prefetch.L2.global [%src], %nbytes;", (Scalar("src", "u64"), Scalar("nbytes", "u32")),
-    arch="90", effect="control",
-)  # fmt: skip
+    "bulk_prefetch",
+    "cp.async.bulk.prefetch.L2.global [%src], %nbytes;",
+    (Scalar("src", "u64"), Scalar("nbytes", "u32")),
+    arch="90",
+    effect="control",
+)
 def bulk_prefetch(thread: Any, src: int, nbytes: int) -> None:
     """Fetch bytes of global memory into the L2 cache, address and number multiples of 16, and go on. No thread has read
     anything yet, so it may come before the wait for the kernel ahead: what that still writes, it writes into L2."""

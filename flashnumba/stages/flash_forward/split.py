@@ -28,8 +28,8 @@ make_split = partial(split.make_split, name="flash_forward.split")
 
 
 def tiles_for(d: int, rows: int, arch: str = "90a") -> AttentionTiles:
-    """Up to 16 rows: four teams of one warp, steps of about 8 KB each, as many ahead as two blocks a multiprocessor have
-    room for. More rows: four warps that share steps of about 16 KB, two ahead."""
+    """Up to 16 rows: four teams of one warp, steps of about 8 KB each, as many ahead as two blocks of a multiprocessor
+    have room for. More rows: four warps that share steps of about 16 KB, two ahead."""
     d = -(-d // 32) * 32
     if rows > 16:
         return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2)

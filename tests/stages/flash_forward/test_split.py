@@ -60,7 +60,7 @@ def with_splits(
 
 @pytest.mark.parametrize("case", hard_cases(np.float16)[::2], ids=str)
 def test_hard_cases(machine, case):
-    assert_attention(run(with_splits(3), case, machine), case)
+    assert_attention(run(with_splits(3, TEAMS), case, machine), case)
 
 
 @pytest.mark.parametrize("splits", [1, 9])
@@ -75,15 +75,16 @@ def test_parts_and_groups(machine, splits, m, group, causal):
 @pytest.mark.parametrize("d", [1, 7, 64, 100, 256])
 def test_head_dimensions(machine, d):
     case = normal(2, 75, d, (np.float16, ml_dtypes.bfloat16)[d % 2], heads=4, kv_heads=2, causal=True)
-    assert_attention(run(with_splits(3, AttentionTiles(-(-d // 32) * 32, 16, 32, warps=1)), case, machine), case)
+    tiles = AttentionTiles(-(-d // 32) * 32, 16, 32, warps=1, teams=2)
+    assert_attention(run(with_splits(2, tiles), case, machine), case)
 
 
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 33, 63, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths(machine, n, causal):
-    """At 17 and 33 the last row alone sees a step of one key."""
+    """At 17 and 33 the last row alone sees a step of one key. Some teams see nothing."""
     case = normal(2, n, 32, np.float16, heads=6, kv_heads=2, causal=causal)
-    assert_attention(run(with_splits(4), case, machine), case)
+    assert_attention(run(with_splits(2, TEAMS), case, machine), case)
 
 
 @pytest.mark.parametrize("name", ["a maximum that grows", "a maximum that comes first", "normal"])
@@ -142,13 +143,15 @@ FAULTS = {
     "causal": ("wrong result",),
     "head": ("wrong result",),
     "range": ("wrong result",),
+    "early": ("EarlyAccess",),
+    "teams": ("Race",),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_of_a_part(fault):
     case = normal(3, 75, 32, np.float16, heads=5, kv_heads=1, causal=fault == "causal", scale=1.0)
-    found = caught(lambda seed: run(with_splits(2, broken=fault), case, seed=seed), case)
+    found = caught(lambda seed: run(with_splits(2, TEAMS, fault, early=True), case, seed=seed), case)
     assert set(found) <= set(FAULTS[fault]), found
 
 
