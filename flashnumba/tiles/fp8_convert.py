@@ -9,7 +9,9 @@ bits of exponent and they fit; whoever uses them multiplies what comes of it, on
 
 The code of NaN, seven ones, would be 480: adding one in the last place carries out of it and out of nothing else, and
 the carry fills the exponent up. Codes are taken in pairs (0, 2) and (1, 3) of a word: bytes 1 and 3 already are where
-the upper bytes of two float16 belong. For sums, whose order is free, that is as good as neighbours.
+the upper bytes of two float16 belong. For sums, whose order is free, that is as good as neighbours. The instruction
+takes neighbours: where it must be other pairs, the bytes of a word change places first, one permutation for two
+conversions.
 
 **Encoding**, float32 to a code, as :mod:`flashnumba.stages.fp8.codec` does it. Below the smallest normal number, one
 addition rounds.
