@@ -3,7 +3,8 @@
 The kernel is that of :mod:`flashnumba.tiles.split`: the keys of few queries are cut into parts, each a block's, and a
 second kernel merges what they leave. K and V are read by rows, as a cache of them grows, and become float16 between
 ldmatrix and mma (:mod:`flashnumba.tiles.fp8_halves`). S is multiplied by the scales of its rows and keys, which of
-heads or of blocks is all one, so what parts leave is in plain units and the merge knows of no scales.
+heads or of blocks is all one, so what parts leave is in plain units and the merge knows of no scales. Teams of a block
+have tiles of their own, so each keeps O in the units of its own last one.
 
 Rows of Q in one tile may be of several heads, so each has its own scale.
 """
