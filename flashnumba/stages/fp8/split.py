@@ -32,14 +32,15 @@ OUT = "bfloat16"
 
 
 def tiles_for(d: int, rows: int, arch: str = "90a") -> AttentionTiles:
-    """Up to 16 rows: four teams of one warp, steps of 8 KB each, as many ahead as two blocks a multiprocessor have room
-    for. More rows: four warps that share steps of 8 KB, two ahead."""
+    """Up to 16 rows: four teams of one warp with steps of 8 KB, or two where rows are long and shared memory small, as
+    many ahead as two blocks of a multiprocessor have room for. More rows: four warps that share steps of 8 KB."""
     d = -(-d // 64) * 64
     if rows > 16:
         return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
     bn = 64 if d <= 64 else 32 if d <= 128 else 16
-    slots = 3 if arch.rstrip("a") in ("90", "100") else 2
-    return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1, teams=4)
+    much = arch.rstrip("a") in ("90", "100")
+    slots, teams = 3 if much or d > 128 else 2, 4 if much or d <= 128 else 2
+    return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1, teams=teams)
 
 
 def plan_split(shape: Shape, *, broken: str = "") -> Plan:
