@@ -185,7 +185,7 @@ plt.show()
 # Real heads of this model have no outliers, and no scale beats one for all: floating point brings its own scale for
 # every number. (Signed bytes do not, see below.) With outliers, scales of blocks help some, and something else more.
 #
-# e5m2 costs a factor of two everywhere, a bit of mantissa. It is better where numbers differ by more than $2^{15}$
+# e5m2 costs about a factor of two everywhere, a bit of mantissa. It is better where numbers differ by more than $2^{15}$
 # under one scale, as gradients do, and scores do not.
 #
 # ### Outliers, spread
@@ -260,15 +260,27 @@ ways = {
     "e5m2 by float16's upper byte": "encode upper_byte float8_e5m2", "int8, rounded by adding": "encode added int8",
     "int8, converted": "encode converted int8",
 }  # fmt: skip
+measured = lesson.results("fp8")
+seconds = {f"encode {row['way']} {row['to']}": row["seconds"] for row in (measured or {}).get("conversions", [])}
+
+
+def instructions(name: str, arch: str) -> int | str:
+    of_kernel = code["conversions"][arch].get(name, {})
+    return sum(of_kernel.values()) - of_kernel.get("NOP", 0) or "-"
+
+
 lesson.table(
-    ("four float32 to", "sm_75", "sm_89"),
-    [(words, *(sum(code["conversions"][arch].get(name, {}).values()) or "-" for arch in ("75", "89")))
+    ("four float32 to", "instructions, sm_75", "sm_89", "2^26 on an H200, us"),
+    [(words, *(instructions(name, arch) for arch in ("75", "89")),
+      f"{seconds[name] * 1e6:.0f}" if name in seconds else "-")
      for words, name in ways.items()],
     "Instructions of a whole kernel that loads, converts and stores four numbers; recorded with nvdisasm.",
 )  # fmt: skip
 
 # %% [markdown]
-# The notes are right on a machine with the instruction, and without it e5m2's upper byte is what comes near.
+# The notes are right on a machine with the instruction. Without it signed bytes are cheaper, and e5m2's upper byte
+# saves little, as numbers beyond the largest and NaN have to be seen to. In time a kernel that does nothing else hides
+# most of it behind memory.
 #
 # ### Products of 32
 #
@@ -381,7 +393,6 @@ plt.show()
 # conversions on top: prefill can only lose there. By how much the counts tell nearly:
 
 # %%
-measured = lesson.results("fp8")
 of_loop = {(loop["kernel"], loop["element"]): loop for loop in code["loops"] if loop["arch"] == "90a"}
 prefill = [s for s in (measured or {}).get("sizes", []) if s["what"] == "prefill" and not s["causal"]]
 
@@ -603,7 +614,7 @@ lesson.check("decode_e4m3", decode_e4m3_is_right)
 #   The emulator and an H200 do not show it.
 # - Scales of tokens are in the table of what is possible, and not in the kernels.
 # - `k32` wants v by columns. A v by rows is turned once a call.
-# - Instruction counts are of one compiler version, recorded; the record says nothing of time.
+# - Instruction counts are of one compiler version, recorded.
 #
 # ## What next
 #
