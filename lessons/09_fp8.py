@@ -185,8 +185,8 @@ plt.show()
 # Real heads of this model have no outliers, and no scale beats one for all: floating point brings its own scale for
 # every number. (Signed bytes do not, see below.) With outliers, scales of blocks help some, and something else more.
 #
-# e5m2 costs about a factor of two everywhere, a bit of mantissa. It is better where numbers differ by more than $2^{15}$
-# under one scale, as gradients do, and scores do not.
+# e5m2 costs about a factor of two everywhere, a bit of mantissa. It is better where numbers differ by more than
+# $2^{15}$ under one scale, as gradients do, and scores do not.
 #
 # ### Outliers, spread
 #
