@@ -47,6 +47,10 @@ __all__ = ["FAULTS", "MOST_SPLITS", "SPLIT_ARGS", "make_split", "splits_for"]
 
 SPLIT_ARGS = ("q", "k", "v", "acc_parts", "m_parts", "l_parts", "scale", "causal")
 MOST_SPLITS = 256
+AHEAD = 1
+"""Tiles of each team that are brought into the L2 cache before a kernel may read them. More do not stay there."""
+SHORTER = 0.1
+"""By how much a wave of blocks that is not full may be shorter than one that is."""
 FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range", "early", "teams")
 """What can be planted."""
 
@@ -82,7 +86,7 @@ def nothing_ahead(k_from, v_from, k_step, v_step, first, last, n_rows, columns):
 @cache
 def make_split(
     tiles: AttentionTiles, element: str, vector: int = 16, arch: str = "80", *, even: bool = True,
-    scaled: str = "", ahead: int | None = None, name: str = "", broken: str = "",
+    scaled: str = "", ahead: int = AHEAD, name: str = "", broken: str = "",
 ) -> Kernel:  # fmt: skip
     """The kernel that attends to one part of the keys, ``(q, k, v, acc_parts, m_parts, l_parts, scale, causal)``.
 
@@ -90,6 +94,7 @@ def make_split(
         tiles, element, vector, arch, even: as :func:`flashnumba.tiles.forward.make_attend`; 8-bit elements with tiles
             of ``kv_bytes`` 1.
         scaled: ``"block"`` for 8-bit elements: ``q_descale, k_descale, v_descale`` come before ``scale``.
+        ahead: as of :func:`make_fetch_ahead`.
         name: of the kernel in tables.
         broken: plants one of :data:`FAULTS`, or ``twice`` of the scales.
     """
@@ -118,7 +123,7 @@ def make_split(
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     wait, commit = make_waiting(copies_ahead(vector, arch), slots - 1, waits=broken != "wait")
     trigger, wait_for_kernel_ahead = make_trigger(arch), make_wait(arch, broken != "early")
-    fetch_ahead = make_fetch_ahead(tiles, vector, arch, slots if ahead is None else ahead)
+    fetch_ahead = make_fetch_ahead(tiles, vector, arch, ahead)
     leave = make_leave(tiles, even=even, in_fours=halves, head_shift=head_shift, broken=broken)
 
     @device
@@ -248,21 +253,30 @@ def make_split(
     return split_scaled if scaled else split
 
 
-def splits_for(units: int, tiles: int, multiprocessors: int, in_pairs: bool = False) -> int:
+def splits_for(units: int, tiles: int, multiprocessors: int, resident: int = 0) -> int:
     """Parts to cut ``tiles`` steps of keys into, where a part is ``units`` blocks.
 
     The time is that of the busiest multiprocessor: the blocks it gets times the steps of the longest part, and one more
     for what a part leaves and the merge reads. Two blocks at least should be on each, to keep memory busy.
 
     Args:
-        in_pairs: two blocks keep memory as busy as it gets, and there is room for no more: two are as long as one.
+        resident: blocks that a multiprocessor has room for and that keep memory busy, if not that. The time is then
+            that of waves of so many blocks each. Those of a wave that is not full share memory's speed, so it is
+            shorter, but not by more than :data:`SHORTER`.
     """
     most = max(1, min(tiles, MOST_SPLITS))
-    if in_pairs:
-        return max(1, min(most, 2 * multiprocessors // units))
+    if resident:
+        room = resident * multiprocessors
+        return min(range(1, most + 1), key=lambda s: waves(units * s, room) * (-(-tiles // s) + 1))
     fewest = min(most, -(-2 * multiprocessors // units))
 
     def busiest(splits: int) -> int:
         return -(-units * splits // multiprocessors) * (-(-tiles // splits) + 1)
 
     return min(range(min(fewest, most), min(most, 4 * fewest) + 1), key=busiest)
+
+
+def waves(blocks: int, room: int) -> float:
+    """How often ``room`` blocks make ``blocks``, in the time of a full one."""
+    full, rest = divmod(blocks, room)
+    return full + (max(rest / room, 1 - SHORTER) if rest else 0)
