@@ -493,24 +493,24 @@ figure, (alone, cut, curve) = plt.subplots(1, 3, figsize=(13, 3.8), width_ratios
 draw_multiprocessors(alone, units)
 draw_multiprocessors(cut, units * parts)
 tried = np.arange(1, key_steps + 1)
-steps_each = np.ceil(units * tried / (2 * 132)) * (np.ceil(key_steps / tried) + 1)  # 1 for what a part leaves
+steps_each = np.ceil(units * tried / 132) * (np.ceil(key_steps / tried) + 1)  # 1 for what a part leaves
 curve.plot(tried, steps_each, color=BLUE, lw=1.5)
 curve.plot(parts, steps_each[parts - 1], "o", color=RED, label=f"chosen: {parts} parts")
 curve.set(xscale="log", yscale="log", xlabel="parts", ylabel="steps")
 curve.set_title("steps of the busiest multiprocessor")
 curve.set_xticks((1, 4, 16, 64, 256), (1, 4, 16, 64, 256))
-curve.set_yticks((16, 32, 64, 128, 256), (16, 32, 64, 128, 256))
+curve.set_yticks((4, 8, 16, 32, 64), (4, 8, 16, 32, 64))
 curve.minorticks_off()
 curve.legend()
 plt.show()
 
 # %% [markdown]
-# Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, all have work; the plan takes as
-# many as give each two blocks, which is what its shared memory has room for: while one starts or ends, the other reads.
-# A block has four warps, and a step is a tile of keys for each of them: no warp waits for another, and all of shared
-# memory is on its way at one time. What a part leaves is an unfinished state $(m, l, a)$ a row, in float32: its warps'
-# states are merged in shared memory, and a second kernel merges those of the parts. Query heads that share a head of
-# keys are rows of one tile, so that keys are read once for all eight.
+# Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, nearly all have work; the plan
+# takes as many as give each one block, which fills its shared memory. A block has four warps, and a step is a tile of
+# keys for each of them: no warp waits for another, and two tiles of all four, 128 KB, are on their way at any time. What
+# a part leaves is an unfinished state $(m, l, a)$ a row, in float32: its warps' states are merged in shared memory, and
+# a second kernel merges those of the parts. Query heads that share a head of keys are rows of one tile, so that keys are
+# read once for all eight.
 #
 # Flash decoding, where this comes from, passes on the finished $O_s$ and $\operatorname{lse}_s$ of each part. A float32
 # lse of $10^5$ has lost what tells parts apart, for the reason above; $m$ and $l$ apart have not. The merge itself is

@@ -8,7 +8,9 @@ figure is bytes of K and V a second. It is stated beside two copies on the devic
 
 Several sets of inputs are used in turn, 1 GiB or more of K and V in all, so that none is in the L2 cache when its turn
 comes. The calls follow one another in a CUDA graph, so the host's time does not count; it is measured by itself, see
-:func:`host_times`. Each kernel is first compared with float64 for the first and the last sequence and head.
+:func:`host_times`. Our kernels start early (:mod:`flashnumba.tiles.dependency`), so a call begins while the one before
+it ends, as it would behind any other kernel; torch's wait for the end. Each kernel is first compared with float64 for
+the first and the last sequence and head.
 """
 
 from __future__ import annotations
