@@ -140,7 +140,7 @@ plt.show()
 # ### Attention, every rounding in place
 #
 # Q, K and V are quantised with scales; the weights are rounded as well, because they are multiplied. They lie between 0
-# and 1, where e4m3 has nothing below $2^{-10}$, so they are multiplied by $2^8$ first. And the sum that divides O is
+# and 1, where e4m3 has nothing below $2^{-9}$, so they are multiplied by $2^8$ first. And the sum that divides O is
 # taken of what is multiplied, after rounding:
 
 # %%
@@ -185,8 +185,8 @@ plt.show()
 # Real heads of this model have no outliers, and no scale beats one for all: floating point brings its own scale for
 # every number. (Signed bytes do not, see below.) With outliers, scales of blocks help some, and something else more.
 #
-# e5m2 costs a factor of two everywhere, a bit of mantissa. It is better where numbers differ by more than $2^{15}$
-# under one scale, as gradients do, and scores do not.
+# e5m2 costs about a factor of two everywhere, a bit of mantissa. It is better where numbers differ by more than
+# $2^{15}$ under one scale, as gradients do, and scores do not.
 #
 # ### Outliers, spread
 #
@@ -260,15 +260,27 @@ ways = {
     "e5m2 by float16's upper byte": "encode upper_byte float8_e5m2", "int8, rounded by adding": "encode added int8",
     "int8, converted": "encode converted int8",
 }  # fmt: skip
+measured = lesson.results("fp8")
+seconds = {f"encode {row['way']} {row['to']}": row["seconds"] for row in (measured or {}).get("conversions", [])}
+
+
+def instructions(name: str, arch: str) -> int | str:
+    of_kernel = code["conversions"][arch].get(name, {})
+    return sum(of_kernel.values()) - of_kernel.get("NOP", 0) or "-"
+
+
 lesson.table(
-    ("four float32 to", "sm_75", "sm_89"),
-    [(words, *(sum(code["conversions"][arch].get(name, {}).values()) or "-" for arch in ("75", "89")))
+    ("four float32 to", "instructions, sm_75", "sm_89", "2^26 on an H200, us"),
+    [(words, *(instructions(name, arch) for arch in ("75", "89")),
+      f"{seconds[name] * 1e6:.0f}" if name in seconds else "-")
      for words, name in ways.items()],
     "Instructions of a whole kernel that loads, converts and stores four numbers; recorded with nvdisasm.",
 )  # fmt: skip
 
 # %% [markdown]
-# The notes are right on a machine with the instruction, and without it e5m2's upper byte is what comes near.
+# The notes are right on a machine with the instruction. Without it signed bytes are cheaper, and e5m2's upper byte
+# saves little, as numbers beyond the largest and NaN have to be seen to. In time a kernel that does nothing else hides
+# most of it behind memory.
 #
 # ### Products of 32
 #
@@ -378,7 +390,28 @@ plt.show()
 
 # %% [markdown]
 # Half the products on sm_89, and conversions for P alone. On sm_90 there are as many products as for float16, and
-# conversions on top: prefill can only lose there. What is left is memory.
+# conversions on top: prefill can only lose there. By how much the counts tell nearly:
+
+# %%
+of_loop = {(loop["kernel"], loop["element"]): loop for loop in code["loops"] if loop["arch"] == "90a"}
+prefill = [s for s in (measured or {}).get("sizes", []) if s["what"] == "prefill" and not s["causal"]]
+
+
+def for_each_score(loop: dict) -> float:
+    return loop["opcodes"]["all"] / (loop["rows"] * loop["keys"])
+
+
+rows = []
+for (name, element), loop in of_loop.items():
+    label = f"fp8.{name}, {element.removeprefix('float8_').removesuffix('fn')}"
+    speeds = [m["of_float16"] for s in prefill for m in s["measured"] if m["name"] == label and m["of_float16"]]
+    if speeds:
+        counted = for_each_score(of_loop["mma", "float16"]) / for_each_score(loop)
+        rows.append((label, counted, f"{min(speeds):.2f} to {max(speeds):.2f}"))
+lesson.table(("kernel", "float16's instructions / its", "its measured speed / float16's"), rows)
+
+# %% [markdown]
+# What is left there is memory.
 #
 # ## On real data
 #
@@ -420,7 +453,6 @@ stage.draw(results)
 
 # %%
 elements = 2 * 16 * 8 * 8192 * 128
-measured = lesson.results("fp8")
 rows = [
     (f"{bits} bits", f"{elements * bits / 8 / 2**20:.0f} MB", f"{elements * bits / 8 / 4e12 * 1e6:.0f} us")
     for bits in (16, 8)
@@ -429,7 +461,10 @@ print(lesson.table(("K and V", "bytes", "at 4 TB/s"), rows))
 for size in (measured or {}).get("sizes", []):
     if size.get("what") == "decode":
         print(f"\nmeasured, {size['batch']} x {size['n']} keys:")
-        print("\n".join(f"  {m['name']:32} {m['seconds'] * 1e6:8.1f} us" for m in size["measured"] if m["seconds"]))
+        base = next(m["seconds"] for m in size["measured"] if m["name"] == "flash_forward.split, float16")
+        for m in size["measured"]:
+            if m["seconds"]:
+                print(f"  {m['name']:32} {m['seconds'] * 1e6:8.1f} us  {base / m['seconds']:.2f} of float16's speed")
 
 # %% [markdown]
 # A cache of keys is read by rows, as it grows by rows, so decoding takes the kernel that converts. Scales of a block
@@ -579,7 +614,7 @@ lesson.check("decode_e4m3", decode_e4m3_is_right)
 #   The emulator and an H200 do not show it.
 # - Scales of tokens are in the table of what is possible, and not in the kernels.
 # - `k32` wants v by columns. A v by rows is turned once a call.
-# - Instruction counts are of one compiler version, recorded; the record says nothing of time.
+# - Instruction counts are of one compiler version, recorded.
 #
 # ## What next
 #

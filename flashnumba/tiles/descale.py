@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.numba import float32, int64
+from flashnumba.machine.numba import float32, int64, uint32
 from flashnumba.tiles.attention import SMALLEST, AttentionTiles, factor_of
 
 __all__ = ["BLOCK", "SCALED", "Descales", "make_descales"]
@@ -62,6 +62,7 @@ def make_descales(tiles: AttentionTiles, scaled: str, log2: int = 0, broken: str
         tiles.bn // 8,
     )
     missing_s, missing_o, twice = 2.0 ** (2 * log2), 2.0**log2, broken == "twice"
+    reach = tiles.teams * tiles.bn  # keys from one tile of a warp to its next
     by_head, by_block, whole = scaled == "head", scaled == "block", log2 == 0
 
     @device
@@ -90,15 +91,16 @@ def make_descales(tiles: AttentionTiles, scaled: str, log2: int = 0, broken: str
 
     @device
     def tile(s, acc, mine, k_descale, v_descale, batch, head_kv, key):
-        of_k = k_descale[batch, head_kv, key // BLOCK]
+        b, h, block = uint32(batch), uint32(head_kv), uint32(uint32(key) // uint32(BLOCK))
+        last_block = uint32(uint32(max(key, int64(reach)) - int64(reach)) // uint32(BLOCK))
+        # Loaded whether they differ or not, so that the loads can travel under the product.
+        of_k, before, now = k_descale[b, h, block], v_descale[b, h, last_block], v_descale[b, h, block]
         for i in range(s_regs):
             s[i] *= mine[2 * (i // (4 * n_groups)) + i // 2 % 2] * of_k
-        if key > 0:
-            before, now = v_descale[batch, head_kv, (key - 1) // BLOCK], v_descale[batch, head_kv, key // BLOCK]
-            if before != now:
-                ratio = before / now
-                for i in range(o_regs):
-                    acc[i] *= ratio
+        if before != now:
+            ratio = before / now
+            for i in range(o_regs):
+                acc[i] *= ratio
 
     @device
     def output(acc, v_descale, batch, head_kv, key):

@@ -9,7 +9,9 @@ bits of exponent and they fit; whoever uses them multiplies what comes of it, on
 
 The code of NaN, seven ones, would be 480: adding one in the last place carries out of it and out of nothing else, and
 the carry fills the exponent up. Codes are taken in pairs (0, 2) and (1, 3) of a word: bytes 1 and 3 already are where
-the upper bytes of two float16 belong. For sums, whose order is free, that is as good as neighbours.
+the upper bytes of two float16 belong. For sums, whose order is free, that is as good as neighbours. The instruction
+takes neighbours: where it must be other pairs, the bytes of a word change places first, one permutation for two
+conversions.
 
 **Encoding**, float32 to a code, as :mod:`flashnumba.stages.fp8.codec` does it. Below the smallest normal number, one
 addition rounds.
@@ -24,8 +26,10 @@ from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
+    e4m3x4_even_to_f16x2,
     e4m3x4_high_to_f16x2,
     e4m3x4_low_to_f16x2,
+    e4m3x4_odd_to_f16x2,
     f32_to_bits,
     pack_e4m3x4,
     pack_e5m2x4,
@@ -84,9 +88,7 @@ def make_halves(element: str, arch: str) -> Halves:
 
     @device
     def e4m3_across(word):
-        low, high = e4m3x4_low_to_f16x2(word), e4m3x4_high_to_f16x2(word)
-        even = uint32((low & uint32(0xFFFF)) | (high << uint32(16)))
-        return even, uint32((low >> uint32(16)) | (high & uint32(0xFFFF0000)))
+        return e4m3x4_even_to_f16x2(word), e4m3x4_odd_to_f16x2(word)
 
     if element == "float8_e5m2":
         return Halves(e5m2, e5m2, 0)

@@ -42,6 +42,7 @@ def make_copy_as_float16(
         packed: rows are those of several heads in turn, with three arguments more.
     """
     chunks = d // 16
+    shared_evenly = rows * chunks % threads == 0
     place, along = swizzle(d).at, make_halves(element, arch).along
 
     @device
@@ -69,13 +70,14 @@ def make_copy_as_float16(
 
     @device
     def copy_packed(tile, source, row_step, column_step, rows_left, columns_left, row0, group, head_step):
-        for i in range(rows * chunks // threads):
+        for i in range(-(-rows * chunks // threads)):
             index = uint32(cuda.threadIdx.x) + uint32(i * threads)
             row, chunk = index // uint32(chunks), index % uint32(chunks)
-            at = row0 + int64(row)
-            there = at < rows_left and int64(16) * int64(chunk) < columns_left
-            origin = source + at // group * row_step + at % group * head_step + int64(16) * int64(chunk)
-            copy_chunk(tile, row, chunk, origin, there)
+            if shared_evenly or row < uint32(rows):
+                at = row0 + int64(row)
+                there = at < rows_left and int64(16) * int64(chunk) < columns_left
+                origin = source + at // group * row_step + at % group * head_step + int64(16) * int64(chunk)
+                copy_chunk(tile, row, chunk, origin, there)
 
     return copy_packed if packed else copy_q
 

@@ -17,6 +17,7 @@ from flashnumba.machine.instructions import (
     st_global_f32,
     st_global_v4_f32,
     st_shared_v2_f32,
+    st_shared_v4_f32,
 )
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
 from flashnumba.tiles.attention import AttentionTiles
@@ -41,7 +42,7 @@ def make_leave(
     those from ``row0`` on, of ``rows``.
 
     Args:
-        in_fours: as of :func:`flashnumba.tiles.rows.make_store`; of one team.
+        in_fours: as of :func:`flashnumba.tiles.rows.make_store`.
         head_shift, broken: plant faults; of ``broken`` it is ``"teams"``.
 
     Raises:
@@ -50,10 +51,8 @@ def make_leave(
     d, bm, teams, threads = tiles.d, tiles.bm, tiles.teams, tiles.block
     d_groups, rows_held, pitch = d // 8, 2 * tiles.frags, 4 * d + PADDING
     ring_bytes, columns_at_once = 2 * tiles.slots * tiles.slot, d // 4
-    if teams > 1 and (in_fours or bm * pitch > ring_bytes):
-        raise ValueError(
-            f"tiles are {tiles}; {bm} rows of acc do not fit into {ring_bytes} bytes of keys, or lie otherwise"
-        )
+    if teams > 1 and bm * pitch > ring_bytes:
+        raise ValueError(f"tiles are {tiles}; {bm} rows of acc do not fit into {ring_bytes} bytes of keys")
     items, states = -(-bm * columns_at_once // threads), (teams, bm, 2)
     row_total, weight, no_barrier = lanes_sum(4), make_weight(), broken == "teams"
 
@@ -70,6 +69,22 @@ def make_leave(
         query = int64(uint32(row) // uint32(group))
         at = head + (row + head_shift) % group if head_shift != 0 else head + row - query * group
         return at, query, ((part * m_parts.shape[1] + batch) * m_parts.shape[2] + at) * m_parts.shape[3] + query
+
+    @device
+    def store_row_in_twos(to, acc, r, quad):
+        for n in range(d_groups):
+            st_shared_v2_f32(to + uint32(32 * n) + uint32(8) * quad, acc, 4 * n + 2 * r)
+
+    @device
+    def store_row_in_fours(to, acc, r, quad):
+        x = cuda.local.array(4, float32)
+        for pair in range(d_groups // 2):
+            for n in range(2):
+                for i in range(2):
+                    x[n + 2 * i] = acc[4 * (2 * pair + n) + 2 * r + i]
+            st_shared_v4_f32(to + uint32(64 * pair) + uint32(16) * quad, x, 0)
+
+    store_row = store_row_in_fours if in_fours else store_row_in_twos
 
     @device
     def leave_own(acc, m, l, factor, ring, acc_parts, m_parts, l_parts, part, batch, head, group, row0, warp_row, rows):
@@ -106,9 +121,7 @@ def make_leave(
                 if (lane & uint32(3)) == uint32(0):
                     state[team, row, 0] = m[r]
                     state[team, row, 1] = total
-                to = ring + row * uint32(pitch) + uint32(8) * (lane & uint32(3))
-                for n in range(d_groups):
-                    st_shared_v2_f32(to + uint32(32 * n), acc, 4 * n + 2 * r)
+                store_row(ring + row * uint32(pitch), acc, r, lane & uint32(3))
         if not no_barrier:
             cuda.syncthreads()  # the states of all teams are there
         one = cuda.local.array(4, float32)

@@ -231,7 +231,7 @@ def make_split(
             if here == uint32(slots * slot_bytes):
                 here = uint32(0)
 
-        scale_output(acc, v_descale, batch, head_kv, (last - 1) * bn)
+        scale_output(acc, v_descale, batch, head_kv, (first + (last - 1 - first) // teams * teams) * bn)
         leave(
             acc, m, l, factor, k_tile, acc_parts, m_parts, l_parts, part, batch, head_kv * group, group, row0, warp_row,
             rows,

@@ -29,8 +29,10 @@ __all__ = [
     "bf16x2_low",
     "bits_to_f32",
     "e4m3x2_to_f16x2",
+    "e4m3x4_even_to_f16x2",
     "e4m3x4_high_to_f16x2",
     "e4m3x4_low_to_f16x2",
+    "e4m3x4_odd_to_f16x2",
     "e5m2x2_to_f16x2",
     "e5m2x4_high_to_f16x2",
     "e5m2x4_low_to_f16x2",
@@ -191,31 +193,41 @@ pack_e5m2x4 = _pack4("e5m2")
 
 
 def _to_f16x2(form: str, part: str) -> Instruction:
-    """FP8 to two float16: from a 16-bit register, or from one half of a 32-bit one."""
+    """FP8 to two float16: from a 16-bit register, or from two bytes of a 32-bit one."""
     table = encode(decode(np.arange(256, dtype=np.uint8), form), "f16")
+    first, second = {"": (0, 8), "low": (0, 8), "high": (16, 24), "even": (0, 16), "odd": (8, 24)}[part]
 
     def emulate(x: np.ndarray) -> np.ndarray:
-        pair = x >> np.uint32(16) if part == "high" else x
-        return _joined(table[pair & 0xFF], table[pair >> 8 & 0xFF], 16)
+        return _joined(*(table[x >> x.dtype.type(shift) & 0xFF] for shift in (first, second)), 16)
 
     emulate.__module__ = __name__
     cvt = f"cvt.rn.f16x2.{form}x2 %result"
     halves = "{ .reg .b16 l, h; mov.b32 {l, h}, %x; " + cvt
-    ptx = {"": f"{cvt}, %x;", "low": f"{halves}, l; }}", "high": f"{halves}, h; }}"}[part]
-    where = {"": "", "low": " the lower two bytes of", "high": " the upper two bytes of"}[part]
+    # Both of a word want the same permuted one, which is made once.
+    permuted = "{ .reg .b16 l, h; .reg .b32 t; prmt.b32 t, %x, 0, 0x3120; mov.b32 {l, h}, t; " + cvt
+    ptx = {
+        "": f"{cvt}, %x;", "low": f"{halves}, l; }}", "high": f"{halves}, h; }}", "even": f"{permuted}, l; }}",
+        "odd": f"{permuted}, h; }}",
+    }[part]  # fmt: skip
+    where = {
+        "": " those of", "low": " the lower two bytes of", "high": " the upper two bytes of",
+        "even": " bytes 0 and 2 of", "odd": " bytes 1 and 3 of",
+    }[part]  # fmt: skip
     return instruction(
         f"{form}x4_{part}_to_f16x2" if part else f"{form}x2_to_f16x2",
         ptx,
         (Scalar("x", "u32" if part else "u16"),),
         returns="u32",
         arch="89",
-        doc=f"Two {form},{where or ' those of'} ``x``, to float16; exact.",
+        doc=f"Two {form},{where} ``x``, to float16; exact.",
     )(emulate)
 
 
 e4m3x2_to_f16x2 = _to_f16x2("e4m3", "")
 e4m3x4_low_to_f16x2 = _to_f16x2("e4m3", "low")
 e4m3x4_high_to_f16x2 = _to_f16x2("e4m3", "high")
+e4m3x4_even_to_f16x2 = _to_f16x2("e4m3", "even")
+e4m3x4_odd_to_f16x2 = _to_f16x2("e4m3", "odd")
 e5m2x2_to_f16x2 = _to_f16x2("e5m2", "")
 e5m2x4_low_to_f16x2 = _to_f16x2("e5m2", "low")
 e5m2x4_high_to_f16x2 = _to_f16x2("e5m2", "high")

@@ -1,6 +1,9 @@
 """The stage fp8: eight bits an element, and what has to be done that attention survives it.
 
 ``codec.py`` has the formats, ``scales.py`` what is done beforehand, ``reference.py`` attention with every rounding.
+Kernels are in ``mma.py`` and ``split.py``. Products of FP8 on sm_90 are wgmma's: a kernel of them belongs in
+``wgmma.py``, with its planner in :data:`.mma.PLANS`, a rung for "90a" after ``k32`` below, and its row of
+:data:`flashnumba.attention.CHOICES` before ``fp8.emulated``; reference, scales and tests are those of the others.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The kernel is that of :mod:`flashnumba.tiles.split`: the keys of few queries are cut into parts, each a block's, and a
 second kernel merges what they leave. K and V are read by rows, as a cache of them grows, and become float16 between
 ldmatrix and mma (:mod:`flashnumba.tiles.fp8_halves`). S is multiplied by the scales of its rows and keys, which of
-heads or of blocks is all one, so what parts leave is in plain units and the merge knows of no scales.
+heads or of blocks is all one, so what parts leave is in plain units and the merge knows of no scales. Teams of a block
+have tiles of their own, so each keeps O in the units of its own last one.
 
 Rows of Q in one tile may be of several heads, so each has its own scale.
 """
@@ -30,13 +31,19 @@ ARGS = (*SPLIT_ARGS[:-2], *DESCALES, *SPLIT_ARGS[-2:])
 OUT = "bfloat16"
 
 
-def tiles_for(d: int, rows: int) -> AttentionTiles:
-    """One warp for up to 16 rows, four for more; steps of 8 KB, or 16 KB, as many ahead as make 32 KB."""
+def tiles_for(d: int, rows: int, arch: str = "90a") -> AttentionTiles:
+    """Up to 16 rows: four teams of one warp, each 32 KB ahead, so that one block fills a multiprocessor; half of that
+    where shared memory is small. More rows: four warps that share steps of 8 KB, two ahead.
+
+    No more than :data:`flashnumba.tiles.descale.BLOCK` keys are a step.
+    """
     d = -(-d // 64) * 64
-    if rows <= 16:
-        bn, slots = (64, 2) if d <= 64 else (32 if d <= 128 else 16, 4)
-        return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1)
-    return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
+    if rows > 16:
+        return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
+    bn, slots, teams = 64 if d <= 128 else 32, 4 if d <= 64 else 2, 4
+    if arch.rstrip("a") not in ("80", "90", "100"):
+        bn, slots, teams = 64 if d <= 64 else 32, 2, 4 if d <= 128 else 2
+    return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1, teams=teams)
 
 
 def plan_split(shape: Shape, *, broken: str = "") -> Plan:
@@ -50,9 +57,10 @@ def plan_split(shape: Shape, *, broken: str = "") -> Plan:
     if int(shape.arch.rstrip("a")) < 80:
         raise ValueError(f"fp8.split needs sm_80, this is sm_{shape.arch}: use fp8.emulated")
     rows = shape.m * shape.group
-    tiles = tiles_for(shape.d, rows)
+    tiles = tiles_for(shape.d, rows, shape.arch)
     units = -(-rows // tiles.bm) * shape.kv_heads * shape.batch
-    splits = splits_for(units, -(-shape.n // tiles.bn), shape.multiprocessors)
+    resident = 1 if tiles.teams > 1 else 0  # what shared memory has room for
+    splits = splits_for(units, -(-shape.n // (tiles.bn * tiles.teams)), shape.multiprocessors, resident)
     early = "90" if can_start_early(shape.arch) else "80"
     arch = "90" if early == "90" else "89" if native(shape.arch) else "80"
     kernel = make_split(
@@ -62,7 +70,7 @@ def plan_split(shape: Shape, *, broken: str = "") -> Plan:
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
         (
-            Launch(kernel, units * splits, tiles.threads, tiles.shared, ARGS),
+            Launch(kernel, units * splits, tiles.block, tiles.shared, ARGS),
             Launch(merge, shape.batch * shape.heads * shape.m, merge.threads, 0, MERGE_ARGS),
         ),
         {"acc_parts": (*sizes, shape.d), "m_parts": sizes, "l_parts": sizes},
@@ -75,7 +83,7 @@ def compile_cases() -> Iterator[CompileCase]:
 
     e4m3, e5m2 = ELEMENTS
     for element, d, m in ((e4m3, 64, 1), (e4m3, 128, 1), (e5m2, 128, 1), (e4m3, 256, 1), (e4m3, 128, 8)):
-        for chosen_for in (("90a", "120a"), ("89",), ("80", "86")):
+        for chosen_for in (("90a",), ("120a",), ("89",), ("80",), ("86",)):
             launch = plan_split(Shape(element, 1, 64, 8, m, 8192, d, arch=chosen_for[0])).launches[0]
             title = f"fp8.split {element.removeprefix('float8_')} d {d} {8 * m} rows, for sm_{chosen_for[0]}"
             yield CompileCase(

@@ -50,9 +50,10 @@ def test_zeros_have_scale_1_and_nan_no_say():
     for scaling in SHAPES:
         codes, scale = fp8.quantize(x, "e4m3", scaling)
         assert (np.asarray(scale) == 1).all() and (codes == 0).all()
-    x[1] = [np.nan, 896, 1]
-    codes, scale = fp8.quantize(x, "e4m3")
-    assert scale == 2 and codes[1].tolist()[:2] == [0x7F, 0x7E]
+    x[1], x[2] = [np.nan, 896, 1], np.nan
+    for scaling in ("tensor", "head", "block"):
+        codes, scale = fp8.quantize(x, "e4m3", scaling)
+        assert scale == 2 and codes[1].tolist()[:2] == [0x7F, 0x7E] and (codes[2] == 0x7F).all()
     assert fp8.quantize(np.full((2, 2), np.float32(1e-44)), "e4m3")[1] == np.float32(2.0**-126)
     for scaling, shape in (("tensor", ()), ("head", (2,)), ("block", (2, 0)), ("token", (2, 0))):
         assert fp8.quantize(np.zeros((2, 0, 8), np.float32), "e5m2", scaling)[1].shape == shape
