@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from flashnumba.stages.backward.mma_dkdv import make_dkdv
 from flashnumba.stages.backward.mma_dq import make_dq
-from flashnumba.stages.backward.mma_sides import make_sides
+from flashnumba.stages.backward.mma_pairs import make_pairs
 from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
 from flashnumba.stages.backward.one_pass import make_clear, make_finish
 from flashnumba.stages.backward.problem import ROWS, Launch, Plan, Planner, Shape, rows_scratch, signature
@@ -59,10 +59,10 @@ def launch_dkdv(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") ->
     """A block for each tile of keys; two kernels where tiles have one result."""
     blocks = -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
     options = {"arch": arch or tier(shape.arch), "even": shape.d == tiles.d, "broken": broken}
-    which = () if tiles.sides == 2 else ("dk dv",) if tiles.results == 2 else ("dk", "dv")
+    which = () if tiles.pairs else ("dk dv",) if tiles.results == 2 else ("dk", "dv")
     kernels = [make_dkdv(tiles, shape.element, shape.vector, which=name, **options) for name in which]
-    if tiles.sides == 2:
-        kernels = [make_sides(tiles, shape.element, shape.vector, **options)]
+    if tiles.pairs:
+        kernels = [make_pairs(tiles, shape.element, shape.vector, **options)]
     return tuple(Launch(kernel, blocks, tiles.threads, tiles.shared, DKDV) for kernel in kernels)
 
 
@@ -82,7 +82,7 @@ def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str =
     """One pass with some tiles."""
     arch, even = arch or tier(shape.arch), shape.d == tiles.d
     clear = make_clear("all" if broken != "clear" else "")
-    factory = make_sides if tiles.sides == 2 else make_dkdv
+    factory = make_pairs if tiles.pairs else make_dkdv
     make = factory(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
     finish = make_finish(tiles, shape.element, arch, broken=broken)
     row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
