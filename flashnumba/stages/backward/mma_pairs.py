@@ -17,8 +17,8 @@ through shared memory as 16-bit numbers, which the products take them as anyhow;
 Warps of a pair tell one another that their half is there at two named barriers, and wait for nobody else; between
 telling and waiting each multiplies its own half.
 
-With ``tiles.exchange`` dQ is made in the same pass as there, but a step late, from dS in one of two buffers: one barrier
-of all threads a step does.
+With ``tiles.exchange`` dQ is made in the same pass as there, but a step late, from dS in one of two buffers: one
+barrier of all threads a step does.
 
 The sums of dK and dV have a fixed order: the same bits every time; those of dQ have not.
 
@@ -69,14 +69,16 @@ def make_pairs(
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
     own_bytes, slot_bytes, statistics_bytes = tiles.own_bytes, tiles.slot_bytes, tiles.statistics_bytes
-    exchange, handed_bytes, to_do = tiles.exchange, tiles.handed_bytes, 2 * tiles.slot_bytes  # from Q to dO
+    exchange, to_do = tiles.exchange, 2 * tiles.slot_bytes  # from Q to dO
+    handed_bytes, buffer_bytes = tiles.handed_bytes, tiles.buffer_bytes
     half_bytes, half_chunks = columns_held * swizzle(tiles.d).pitch, columns_held // 8
     place, step, pitch = swizzle(other).at, swizzle(other).step, swizzle(other).pitch
     s_regs, acc_regs, p_regs = frags * columns_held // 2, frags * tiles.d // 2, frags * columns_held // 4
     no_barrier, no_ready, late_start, no_scale, first_only, wrong_half, one_buffer = (
         broken == name for name in ("barrier", "ready", "start", "scale", "group", "half", "exchange")
     )
-    scatter, add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
+    stagger, turned = "stagger" in broken, "turn" in broken
+    scatter, add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch, "never" in broken) if exchange else None
 
     @device
     def fetch(p, lane_address):
@@ -128,11 +130,15 @@ def make_pairs(
         own_lane = lane_of_own(k_tile, warp_row, lane)
         rows_lane = lane_of_rows(q_tile, lane) + uint32(half_bytes) * uint32(half)
         columns_lane = lane_of_columns(q_tile, lane) + (uint32(half_bytes) if second else uint32(to_do))
-        to_other = uint32(0x100000000 - half_bytes) if second else uint32(half_bytes)  # from own queries to the partner's
-        of_partner = place(
-            handed + (uint32(0) if second else uint32(handed_bytes)), warp_row + (lane & 15),
-            int32(half_chunks) * (half if wrong_half else int32(1) - half) + (lane >> 4),
-        )  # fmt: skip
+        to_other = uint32(0x100000000 - half_bytes) if second else uint32(half_bytes)  # to the partner's queries
+        # P of the second, half as wide as dS, takes half as many rows: those of the later warps lie beside the others.
+        p_row = warp % int32(warps // 2) * int32(16 * frags)
+        p_chunk = warp // int32(warps // 2) * int32(half_chunks)
+        given = handed + (uint32(0) if second else uint32(handed_bytes))
+        given_row, given_chunk = (warp_row, int32(0)) if second else (p_row, p_chunk)
+        if wrong_half:
+            given_chunk = int32(half_chunks) - given_chunk
+        of_partner = place(given, given_row + (lane & 15), given_chunk + (lane >> 4))
         told, awaited = int32(FIRST) + warp, int32(FIRST + warps) + warp
         if second:
             told, awaited = awaited, told
@@ -140,10 +146,16 @@ def make_pairs(
         left, batch64, head64 = n_rows - int64(key0), int64(batch), int64(head_kv)
         copy_own(k_tile, address_of(k, batch64, head64, int64(key0)), k.strides[2], k.strides[3], left, columns)
         copy_own(v_tile, address_of(v, batch64, head64, int64(key0)), v.strides[2], v.strides[3], left, columns)
-        head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
+        start = begin
+        if turned and key0 - offset > 0:
+            start = int32(int32(key0 - offset) // int32(other) * int32(other))
+            if start >= m_rows:
+                start = begin
+        head, row, coming = int32(head_kv * group), start, start  # coming: the first row of the step to copy next
         tile = int32(
             (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + int64(begin) // other
         )
+        tile0 = int32((int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other))
         # A step is followed by another until the heads of the group have had their rows.
         end = int32(head + int32(min(int64(1), group) if first_only else group))
         more, started = begin < m_rows and head < end, False
@@ -154,9 +166,14 @@ def make_pairs(
         while more:
             row = coming
             coming = int32(coming + int32(other))
-            if coming >= m_rows:
-                head, coming = int32(head + int32(1)), begin
-            more = head < end
+            if turned:
+                if coming >= m_rows:
+                    coming = begin
+                more = coming != start
+            else:
+                if coming >= m_rows:
+                    head, coming = int32(head + int32(1)), begin
+                more = head < end
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # the step's tiles and dS of the one before are there; nobody reads what is older
@@ -167,11 +184,8 @@ def make_pairs(
                 copy_step(there, there + uint32(to_do), numbers, q, do, delta, origin, bias, batch, head, coming)
             commit()
             if exchange:
-                if started:
-                    add_dq(sums, tile, handed + (uint32(2 * handed_bytes) - buffer), k_tile)
-                    tile += int32(1)
-                    if row == begin:
-                        tile += int32(begin // int32(other))  # the next head's first that sees a key
+                if started and not (stagger and second):
+                    add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
             lane_numbers = statistics + uint32(8 * (lane & 3)) + uint32(4 * columns_held) * uint32(half)
             if here > uint32(0):
                 lane_numbers += uint32(statistics_bytes)
@@ -188,8 +202,18 @@ def make_pairs(
                 pack(dp, ds, i)
             scatter(handed + buffer, ds, warp_row, int32(half_chunks) * half)
             if second:
-                scatter(handed + buffer + uint32(handed_bytes), p, warp_row, int32(half_chunks))
+                scatter(handed + buffer + uint32(handed_bytes), p, p_row, p_chunk)
             bar_arrive(told, 64)
+            if exchange and stagger:
+                if started and second:
+                    add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
+            if exchange:
+                if turned:
+                    tile = int32(tile0 + row // int32(other))
+                elif started:
+                    tile += int32(1)
+                    if row == begin:
+                        tile += int32(begin // int32(other))  # the next head's first that sees a key
             for i in range(p_regs):
                 p[i] = ds[i] if second else p[i]
             for i in range(columns_held // 16):
@@ -201,13 +225,13 @@ def make_pairs(
                 accumulate(acc, p, columns_lane + here + to_other, i)
             here, started = uint32(slot_bytes) - here, True
             if exchange and not one_buffer:
-                buffer = uint32(2 * handed_bytes) - buffer
+                buffer = uint32(buffer_bytes) - buffer
 
         wait()  # also where no row sees a key and nobody waited for K and V
         cuda.syncthreads()  # K and V are there, and dS of the last step
         if exchange:
             if started:
-                add_dq(sums, tile, handed + (uint32(2 * handed_bytes) - buffer), k_tile)
+                add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
         cuda.syncthreads()  # nobody reads K any more, before its tile is written to
         left = n_rows - int64(key0)
         if second:

@@ -59,8 +59,11 @@ class Tiles:
             raise ValueError(
                 f"slots is {self.slots} and results {self.results}; they must be 1 or 2, and both 2 with pairs of warps"
             )
-        if self.pairs and self.other % 32:
-            raise ValueError(f"other is {self.other}; it must be a multiple of 32, of which each of a pair has half")
+        if self.pairs and (self.other % 32 or self.warps % 2):
+            raise ValueError(
+                f"other is {self.other} and warps {self.warps}; pairs take a multiple of 32, half for each, and "
+                "an even number of pairs"
+            )
         if self.accumulators > 200:
             raise ValueError(
                 f"{self.own} x {self.other} tiles by {self.warps} warps take {self.accumulators} registers for S, dP "
@@ -141,9 +144,14 @@ class Tiles:
         return self.own * swizzle(self.other).pitch if self.exchange or self.pairs else 0
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes for what warps hand over in a step: dS, and of pairs half of P."""
+        return self.handed_bytes * 3 // 2 if self.pairs else self.handed_bytes
+
+    @property
     def exchange_bytes(self) -> int:
-        """Bytes for what warps hand to one another: dS, of pairs P too, and twice if dQ is made a step late."""
-        return self.handed_bytes * (2 if self.pairs else 1) * (2 if self.pairs and self.exchange else 1)
+        """Bytes of the buffers: two if pairs of warps make dQ a step late."""
+        return self.buffer_bytes * (2 if self.pairs and self.exchange else 1)
 
     @property
     def shared(self) -> int:
