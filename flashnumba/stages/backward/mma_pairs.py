@@ -204,6 +204,8 @@ def make_pairs(
             if second:
                 scatter(handed + buffer + uint32(handed_bytes), p, p_row, p_chunk)
             bar_arrive(told, 64)
+            for i in range(p_regs):
+                p[i] = ds[i] if second else p[i]
             if exchange and stagger:
                 if started and second:
                     add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
@@ -214,8 +216,6 @@ def make_pairs(
                     tile += int32(1)
                     if row == begin:
                         tile += int32(begin // int32(other))  # the next head's first that sees a key
-            for i in range(p_regs):
-                p[i] = ds[i] if second else p[i]
             for i in range(columns_held // 16):
                 accumulate(acc, p, columns_lane + here, i)
             if not no_ready:
