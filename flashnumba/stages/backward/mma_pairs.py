@@ -139,9 +139,7 @@ def make_pairs(
         if wrong_half:
             given_chunk = int32(half_chunks) - given_chunk
         of_partner = place(given, given_row + (lane & 15), given_chunk + (lane >> 4))
-        told, awaited = int32(FIRST) + warp, int32(FIRST + warps) + warp
-        if second:
-            told, awaited = awaited, told
+        told = int32(FIRST) + int32(cuda.threadIdx.x >> 5)
 
         left, batch64, head64 = n_rows - int64(key0), int64(batch), int64(head_kv)
         copy_own(k_tile, address_of(k, batch64, head64, int64(key0)), k.strides[2], k.strides[3], left, columns)
@@ -159,7 +157,7 @@ def make_pairs(
         # A step is followed by another until the heads of the group have had their rows.
         end = int32(head + int32(min(int64(1), group) if first_only else group))
         more, started = begin < m_rows and head < end, False
-        here, buffer = uint32(0), uint32(0)  # the step's slot, and where warps hand over what it makes
+        here = uint32(0)  # the step's slot
         if more:
             copy_step(q_tile, q_tile + uint32(to_do), statistics, q, do, delta, origin, bias, batch, head, row)
         commit()
@@ -185,7 +183,8 @@ def make_pairs(
             commit()
             if exchange:
                 if started and not (stagger and second):
-                    add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
+                    add_dq(sums, tile, handed + (uint32(buffer_bytes) if here == uint32(0) else uint32(0)), k_tile)
+            buffer = uint32(0) if here == uint32(0) or not exchange or one_buffer else uint32(buffer_bytes)
             lane_numbers = statistics + uint32(8 * (lane & 3)) + uint32(4 * columns_held) * uint32(half)
             if here > uint32(0):
                 lane_numbers += uint32(statistics_bytes)
@@ -208,7 +207,7 @@ def make_pairs(
                 p[i] = ds[i] if second else p[i]
             if exchange and stagger:
                 if started and second:
-                    add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
+                    add_dq(sums, tile, handed + (uint32(buffer_bytes) if here == uint32(0) else uint32(0)), k_tile)
             if exchange:
                 if turned:
                     tile = int32(tile0 + row // int32(other))
@@ -219,19 +218,17 @@ def make_pairs(
             for i in range(columns_held // 16):
                 accumulate(acc, p, columns_lane + here, i)
             if not no_ready:
-                bar_sync(awaited, 64)  # the partner's half is there
+                bar_sync(told - int32(warps) if second else told + int32(warps), 64)  # the partner's half is there
             fetch(p, of_partner + buffer)
             for i in range(columns_held // 16):
                 accumulate(acc, p, columns_lane + here + to_other, i)
             here, started = uint32(slot_bytes) - here, True
-            if exchange and not one_buffer:
-                buffer = uint32(buffer_bytes) - buffer
 
         wait()  # also where no row sees a key and nobody waited for K and V
         cuda.syncthreads()  # K and V are there, and dS of the last step
         if exchange:
             if started:
-                add_dq(sums, tile, handed + (uint32(buffer_bytes) - buffer), k_tile)
+                add_dq(sums, tile, handed + (uint32(buffer_bytes) if here == uint32(0) else uint32(0)), k_tile)
         cuda.syncthreads()  # nobody reads K any more, before its tile is written to
         left = n_rows - int64(key0)
         if second:
