@@ -204,7 +204,8 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16, causal: bool = False) ->
     by_pairs = Tiles(padded, 64, 32, warps=2, results=2, exchange=True, pairs=True)
     if padded <= 64:
         return by_pairs if number >= 100 else Tiles(padded, 128, 32, results=2, exchange=True)
-    return replace(by_pairs, own=128, other=64, warps=4) if number == 90 else by_pairs
+    large = number == 90 and d == padded  # else registers do not suffice
+    return replace(by_pairs, own=128, other=64, warps=4) if large else by_pairs
 
 
 def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
