@@ -106,7 +106,7 @@ def plan_one_pass(shape: Shape) -> Plan:
     check_element(shape.element, shape.arch)
     if 0 in (shape.batch, shape.heads, shape.m, shape.n):  # nothing to add: zeros, and empty arrays have odd strides
         return plan_mma(shape)
-    return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector, shape.causal))
+    return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector))
 
 
 PLANS: dict[str, Planner] = {"mma": plan_mma, "one_pass": plan_one_pass}
@@ -116,15 +116,11 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
-    def cases(
-        element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16, causal: bool = False
-    ) -> Iterator[CompileCase]:  # fmt: skip
-        shape = Shape(element, 1, 1, 1, 4096, 4096, d, causal, vector=vector, arch=chosen_for[0])
-        width = ("" if vector == 16 else f" by {vector} bytes") + (", causal" if causal else "")
+    def cases(element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16) -> Iterator[CompileCase]:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, vector=vector, arch=chosen_for[0])
+        width = "" if vector == 16 else f" by {vector} bytes"
         launches = plan_mma(shape).launches[1:]
-        if causal:
-            launches = plan_one_pass(shape).launches[2:3]  # the one whose tiles depend on it
-        elif d <= (64 if int(chosen_for[0].rstrip("a")) >= 100 else 128) and chosen_for[0] != "75" and vector >= 4:
+        if d <= (64 if int(chosen_for[0].rstrip("a")) >= 100 else 128) and chosen_for[0] != "75" and vector >= 4:
             launches += plan_one_pass(shape).launches[2:]
         for launch in launches:
             title = f"{launch.kernel.name} {element} d {d}{width}, tiles for sm_{chosen_for[0]}"
@@ -135,7 +131,6 @@ def compile_cases() -> Iterator[CompileCase]:
 
     for d in (32, 64, 96, 128, 192, 256):
         yield from cases("float16", d, ("90a",))
-    yield from cases("float16", 128, ("90a",), causal=True)
     yield from cases("bfloat16", 128, ("90a",))
     yield from cases("float16", 120, ("90a",))
     yield from cases("float16", 56, ("90a",))

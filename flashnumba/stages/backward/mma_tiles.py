@@ -179,7 +179,7 @@ def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
 
 
-def one_pass_tiles(d: int, arch: str, vector: int = 16, causal: bool = False) -> Tiles:
+def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     """Tiles of the kernel that makes all three.
 
     Two sides are quicker on an H200 where d is 128 and the mask causal, by 2.5 % at 4096 tokens; without a mask they
