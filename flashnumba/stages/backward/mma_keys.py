@@ -124,7 +124,7 @@ def make_scatter(tiles: Tiles) -> DeviceFunction:
 
 
 @cache
-def make_add_dq(tiles: Tiles, element: str, arch: str, never: bool = False) -> DeviceFunction:
+def make_add_dq(tiles: Tiles, element: str, arch: str) -> DeviceFunction:
     """``add_dq(sums, tile, ds_tile, k_tile)``: a step's dQ from dS^T, which lies as keys x queries.
 
     Of it a warp has ``16 dq_frags`` queries and every ``halves``-th 16 columns. It asks for its lane anew too.
@@ -159,10 +159,6 @@ def make_add_dq(tiles: Tiles, element: str, arch: str, never: bool = False) -> D
         # A view that begins with the lane: constant indices into it cost no arithmetic.
         mine = sums[int64(tile) * (other * d) + int64(uint32(32) * warp + uint32(lane)) :]
         for i in range(registers):
-            if never:
-                if acc[i] == float32(1.2345e30):
-                    mine[i * threads] = acc[i]
-            else:
-                cuda.atomic.add(mine, i * threads, acc[i])
+            cuda.atomic.add(mine, i * threads, acc[i])
 
     return add_dq
