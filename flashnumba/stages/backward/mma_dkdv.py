@@ -71,7 +71,7 @@ def make_dkdv(
     no_barrier, no_free, late, no_scale, first_only, no_exchange = (
         broken == name for name in ("barrier", "free", "start", "scale", "group", "exchange")
     )
-    scatter, add_dq = (make_scatter(tiles), make_add_dq(tiles, element, arch)) if exchange else (None, None)
+    (lane_of_ds, scatter), add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
 
     @device
     def copy_next(more, here, q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row):
@@ -172,7 +172,7 @@ def make_dkdv(
                 for i in range(other // 16):
                     pack(dp, ds, i)
                 if exchange:
-                    scatter(ds_tile, ds, warp_row, 0)
+                    scatter(lane_of_ds(ds_tile, warp_row, 0), ds)
                 for i in range(other // 16):
                     accumulate(dk_acc, ds, q_columns + here, i)
                 if exchange:

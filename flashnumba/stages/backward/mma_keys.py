@@ -100,27 +100,30 @@ def make_key_steps(tiles: Tiles, parts: Parts, broken: str = "") -> KeySteps:
 
 
 @cache
-def make_scatter(tiles: Tiles) -> DeviceFunction:
-    """``scatter(tile, p, warp_row, chunk)``: A operands of the warp's keys into a tile of keys x queries, from chunk
-    ``chunk`` of its rows on, which is 0 or a multiple of the chunks that the operands have.
+def make_scatter(tiles: Tiles) -> tuple[DeviceFunction, DeviceFunction]:
+    """``lane_of(tile, row, chunk) -> address`` and ``scatter(address, p)``: A operands into a tile of keys x queries.
 
-    It asks for its lane anew: addresses made of it then take no registers while S and dP need them all.
+    The operands' first row is ``row``, a multiple of 16. Their first chunk is ``chunk``, 0 or a multiple of as many as
+    they have. The first asks for its lane anew: what is made of it takes no registers while S and dP need them all.
     """
     columns, frags, layout = tiles.columns, tiles.frags, swizzle(tiles.other)
     place, pitch = layout.at, layout.pitch
 
     @device
-    def scatter(tile, p, warp_row, chunk):
+    def lane_of(tile, row, chunk):
         lane = int32(lane_id())
-        here = place(tile, warp_row + (lane >> 2), chunk) + uint32(4 * (lane & 3))
+        return place(tile, row + (lane >> 2), chunk) + uint32(4 * (lane & 3))
+
+    @device
+    def scatter(address, p):
         for c in range(columns // 8):
-            at = (here ^ uint32(16 * (c % 8))) + uint32(128 * (c // 8))
+            at = (address ^ uint32(16 * (c % 8))) + uint32(128 * (c // 8))
             for f in range(frags):
                 first = 4 * (frags * (c // 2) + f) + 2 * (c % 2)
                 st_shared_b32(at + uint32(16 * f * pitch), p[first])
                 st_shared_b32(at + uint32((16 * f + 8) * pitch), p[first + 1])
 
-    return scatter
+    return lane_of, scatter
 
 
 @cache

@@ -70,17 +70,18 @@ def make_pairs(
     copy_step, weigh, hide, differ = make_key_steps(tiles, parts, broken)
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
-    own_bytes, slot_bytes, statistics_bytes = tiles.own_bytes, tiles.slot_bytes, tiles.statistics_bytes
-    exchange, to_do = tiles.exchange, 2 * tiles.slot_bytes  # from Q to dO
-    handed_bytes = tiles.handed_bytes
-    next_buffer = tiles.buffer_bytes if exchange and broken != "exchange" else 0
+    own_bytes, to_do, handed_bytes, exchange = tiles.own_bytes, tiles.slot_bytes, tiles.handed_bytes, tiles.exchange
+    # A slot has Q, dO and their rows' numbers, and with exchange what is handed over; without, that lies behind both.
+    to_numbers, to_handed = 2 * to_do, 2 * to_do + tiles.statistics_bytes
+    next_slot = to_handed + (tiles.buffer_bytes if exchange else 0)
+    buffers = exchange and broken != "exchange"
     half_bytes, half_chunks = columns_held * swizzle(tiles.d).pitch, columns_held // 8
     place, step, pitch = swizzle(other).at, swizzle(other).step, swizzle(other).pitch
     s_regs, acc_regs, p_regs = frags * columns_held // 2, frags * tiles.d // 2, frags * columns_held // 4
     no_barrier, no_ready, late_start, no_scale, first_only, wrong_half = (
         broken == name for name in ("barrier", "ready", "start", "scale", "group", "half")
     )
-    scatter, add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
+    (lane_of_handed, scatter), add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
 
     @device
     def fetch(p, lane_address):
@@ -95,8 +96,7 @@ def make_pairs(
         k_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         v_tile = k_tile + uint32(own_bytes)
         q_tile = v_tile + uint32(own_bytes)
-        handed = q_tile + uint32(4 * slot_bytes)  # of dS, and after it of P
-        statistics = handed + uint32(handed_total)
+        handed = q_tile + uint32(to_handed if exchange else 2 * next_slot)  # dS, and after it P
         lane = int32(cuda.threadIdx.x & 31)
         warp = int32(cuda.threadIdx.x >> 5) % int32(warps)
         second = int32(cuda.threadIdx.x >> 5) >= int32(warps)
@@ -132,10 +132,13 @@ def make_pairs(
         own_lane = lane_of_own(k_tile, warp_row, lane)
         rows_lane = lane_of_rows(q_tile, lane) + uint32(half_bytes) * uint32(half)
         columns_lane = lane_of_columns(q_tile, lane) + (uint32(half_bytes) if second else uint32(to_do))
+        numbers_lane = q_tile + uint32(to_numbers) + uint32(8 * (lane & 3)) + uint32(4 * columns_held) * uint32(half)
         to_other = uint32(0x100000000 - half_bytes) if second else uint32(half_bytes)  # to the partner's queries
         # P of the second, half as wide as dS, takes half as many rows: those of the later warps lie beside the others.
         p_row = warp % int32(warps // 2) * int32(16 * frags)
         p_chunk = warp // int32(warps // 2) * int32(half_chunks)
+        ds_lane = lane_of_handed(handed, warp_row, int32(half_chunks) * half)
+        p_lane = lane_of_handed(handed + uint32(handed_bytes), p_row, p_chunk)
         given = handed + (uint32(0) if second else uint32(handed_bytes))
         given_row, given_chunk = (warp_row, int32(0)) if second else (p_row, p_chunk)
         if wrong_half:
@@ -155,7 +158,19 @@ def make_pairs(
         more, started = begin < m_rows and head < end, False
         here = uint32(0)  # the step's slot
         if more:
-            copy_step(q_tile, q_tile + uint32(to_do), statistics, q, do, delta, origin, bias, batch, head, row)
+            copy_step(
+                q_tile,
+                q_tile + uint32(to_do),
+                q_tile + uint32(to_numbers),
+                q,
+                do,
+                delta,
+                origin,
+                bias,
+                batch,
+                head,
+                row,
+            )
         commit()
         while more:
             row = coming
@@ -167,39 +182,35 @@ def make_pairs(
             if not no_barrier:
                 cuda.syncthreads()  # the step's tiles and dS of the one before are there; nobody reads what is older
             if more:
-                there, numbers = q_tile + (uint32(slot_bytes) - here), statistics
-                if here == uint32(0):
-                    numbers += uint32(statistics_bytes)
+                there = q_tile + (uint32(next_slot) - here)
+                numbers = there + uint32(to_numbers)
                 copy_step(there, there + uint32(to_do), numbers, q, do, delta, origin, bias, batch, head, coming)
             commit()
             if exchange:
                 if started and not second:
-                    add_dq(sums, tile, handed + (uint32(next_buffer) if here == uint32(0) else uint32(0)), k_tile)
-            buffer = uint32(0) if here == uint32(0) else uint32(next_buffer)
-            lane_numbers = statistics + uint32(8 * (lane & 3)) + uint32(4 * columns_held) * uint32(half)
-            if here > uint32(0):
-                lane_numbers += uint32(statistics_bytes)
+                    add_dq(sums, tile, handed + (uint32(next_slot) - here if buffers else uint32(0)), k_tile)
+            buffer = here if buffers else uint32(0)
             multiply(s, held, own_lane, rows_lane + here)
-            weigh(s, lane_numbers, factor)
+            weigh(s, numbers_lane + here, factor)
             multiply(dp, held, own_lane + uint32(own_bytes), rows_lane + here + uint32(to_do))
             if row < whole or row + other > m_rows:
                 key, first = int32(warp_row + (lane >> int32(2))), int32(row + half * int32(columns_held))
                 rows_left, keys_left = int32(int32(m_rows) - first), int32(int32(n_rows) - key0)
                 hide(s, int32(key0 - offset + key - first), key, rows_left, keys_left, causal, lane)
-            differ(dp, s, lane_numbers)
+            differ(dp, s, numbers_lane + here)
             for i in range(columns_held // 16):
                 pack(s, p, i)
                 pack(dp, ds, i)
-            scatter(handed + buffer, ds, warp_row, int32(half_chunks) * half)
+            scatter(ds_lane + buffer, ds)
             if second:
-                scatter(handed + buffer + uint32(handed_bytes), p, p_row, p_chunk)
+                scatter(p_lane + buffer, p)
             bar_arrive(told, 64)
             for i in range(p_regs):
                 p[i] = ds[i] if second else p[i]
             if exchange:
                 if started:
                     if second:
-                        add_dq(sums, tile, handed + (uint32(next_buffer) if here == uint32(0) else uint32(0)), k_tile)
+                        add_dq(sums, tile, handed + (uint32(next_slot) - here if buffers else uint32(0)), k_tile)
                     tile += int32(1)
                     if row == begin:
                         tile += int32(begin // int32(other))  # the next head's first that sees a key
@@ -210,13 +221,13 @@ def make_pairs(
             fetch(p, of_partner + buffer)
             for i in range(columns_held // 16):
                 accumulate(acc, p, columns_lane + here + to_other, i)
-            here, started = uint32(slot_bytes) - here, True
+            here, started = uint32(next_slot) - here, True
 
         wait()  # also where no row sees a key and nobody waited for K and V
         cuda.syncthreads()  # K and V are there, and dS of the last step
         if exchange:
             if started:
-                add_dq(sums, tile, handed + (uint32(next_buffer) if here == uint32(0) else uint32(0)), k_tile)
+                add_dq(sums, tile, handed + (uint32(next_slot) - here if buffers else uint32(0)), k_tile)
         cuda.syncthreads()  # nobody reads K any more, before its tile is written to
         left = n_rows - int64(key0)
         if second:
@@ -226,8 +237,6 @@ def make_pairs(
         else:
             to = address_of(dv, int64(batch), int64(head_kv), int64(key0))
             store(to, dv.strides[2], dv.strides[3], acc, float32(1), v_tile, warp_row, lane, left, columns)
-
-    handed_total = tiles.exchange_bytes
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="backward.mma dk dv")
     def mma_pairs(q, k, v, do, dk, dv, delta, origin, bias, scale, causal):
