@@ -276,7 +276,7 @@ lesson.show_source(mma_dkdv.make_dkdv(of_keys, "float16"), part="body", first="w
 # each, and they must be added up in memory:
 
 # %%
-lesson.show_source(mma_keys.make_dq_parts(one_pass_tiles(128, "90a"), "float16", "80")[1])
+lesson.show_source(mma_keys.make_add_dq(one_pass_tiles(128, "90a"), "float16", "80"))
 
 # %% jupyter={"source_hidden": true} tags=["hide-input"]
 figure, axes = plt.subplots(1, 2, figsize=(12, 3.6))

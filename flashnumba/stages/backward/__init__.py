@@ -115,7 +115,7 @@ def moved_by_mma(shape: Shape) -> float:
 def moved_by_one_pass(shape: Shape) -> float:
     from flashnumba.stages.backward.mma_tiles import one_pass_tiles
 
-    return count.one_pass(shape, one_pass_tiles(shape.d, shape.arch, causal=shape.causal).own)
+    return count.one_pass(shape, one_pass_tiles(shape.d, shape.arch).own)
 
 
 def draw_bars(axes: Axes, values: dict[str, float], title: str, unit: str) -> None:

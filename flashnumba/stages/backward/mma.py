@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from flashnumba.stages.backward.mma_dkdv import make_dkdv
 from flashnumba.stages.backward.mma_dq import make_dq
-from flashnumba.stages.backward.mma_sides import make_sides
+from flashnumba.stages.backward.mma_pairs import make_pairs
 from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
 from flashnumba.stages.backward.one_pass import make_clear, make_finish
 from flashnumba.stages.backward.problem import ROWS, Launch, Plan, Planner, Shape, rows_scratch, signature
@@ -59,10 +59,10 @@ def launch_dkdv(shape: Shape, tiles: Tiles, arch: str = "", broken: str = "") ->
     """A block for each tile of keys; two kernels where tiles have one result."""
     blocks = -(-shape.n // tiles.own) * shape.kv_heads * shape.batch
     options = {"arch": arch or tier(shape.arch), "even": shape.d == tiles.d, "broken": broken}
-    which = () if tiles.sides == 2 else ("dk dv",) if tiles.results == 2 else ("dk", "dv")
+    which = () if tiles.pairs else ("dk dv",) if tiles.results == 2 else ("dk", "dv")
     kernels = [make_dkdv(tiles, shape.element, shape.vector, which=name, **options) for name in which]
-    if tiles.sides == 2:
-        kernels = [make_sides(tiles, shape.element, shape.vector, **options)]
+    if tiles.pairs:
+        kernels = [make_pairs(tiles, shape.element, shape.vector, **options)]
     return tuple(Launch(kernel, blocks, tiles.threads, tiles.shared, DKDV) for kernel in kernels)
 
 
@@ -82,7 +82,7 @@ def plan_one_pass_with(shape: Shape, tiles: Tiles, arch: str = "", broken: str =
     """One pass with some tiles."""
     arch, even = arch or tier(shape.arch), shape.d == tiles.d
     clear = make_clear("all" if broken != "clear" else "")
-    factory = make_sides if tiles.sides == 2 else make_dkdv
+    factory = make_pairs if tiles.pairs else make_dkdv
     make = factory(tiles, shape.element, shape.vector, arch, even=even, broken=broken)
     finish = make_finish(tiles, shape.element, arch, broken=broken)
     row_tiles = -(-shape.m // tiles.other) * shape.heads * shape.batch
@@ -106,7 +106,7 @@ def plan_one_pass(shape: Shape) -> Plan:
     check_element(shape.element, shape.arch)
     if 0 in (shape.batch, shape.heads, shape.m, shape.n):  # nothing to add: zeros, and empty arrays have odd strides
         return plan_mma(shape)
-    return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector, shape.causal))
+    return plan_one_pass_with(shape, one_pass_tiles(shape.d, shape.arch, shape.vector))
 
 
 PLANS: dict[str, Planner] = {"mma": plan_mma, "one_pass": plan_one_pass}
@@ -116,15 +116,11 @@ def compile_cases() -> Iterator[CompileCase]:
     """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
 
-    def cases(
-        element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16, causal: bool = False
-    ) -> Iterator[CompileCase]:  # fmt: skip
-        shape = Shape(element, 1, 1, 1, 4096, 4096, d, causal, vector=vector, arch=chosen_for[0])
-        width = ("" if vector == 16 else f" by {vector} bytes") + (", causal" if causal else "")
+    def cases(element: str, d: int, chosen_for: tuple[str, ...], vector: int = 16) -> Iterator[CompileCase]:
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d, vector=vector, arch=chosen_for[0])
+        width = "" if vector == 16 else f" by {vector} bytes"
         launches = plan_mma(shape).launches[1:]
-        if causal:
-            launches = plan_one_pass(shape).launches[2:3]  # the one whose tiles depend on it
-        elif d <= (64 if int(chosen_for[0].rstrip("a")) >= 100 else 128) and chosen_for[0] != "75" and vector >= 4:
+        if d <= (64 if int(chosen_for[0].rstrip("a")) >= 100 else 128) and chosen_for[0] != "75" and vector >= 4:
             launches += plan_one_pass(shape).launches[2:]
         for launch in launches:
             title = f"{launch.kernel.name} {element} d {d}{width}, tiles for sm_{chosen_for[0]}"
@@ -135,7 +131,6 @@ def compile_cases() -> Iterator[CompileCase]:
 
     for d in (32, 64, 96, 128, 192, 256):
         yield from cases("float16", d, ("90a",))
-    yield from cases("float16", 128, ("90a",), causal=True)
     yield from cases("bfloat16", 128, ("90a",))
     yield from cases("float16", 120, ("90a",))
     yield from cases("float16", 56, ("90a",))

@@ -29,7 +29,7 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.stages.backward.mma_keys import make_dq_parts, make_key_steps
+from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter
 from flashnumba.stages.backward.mma_parts import address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.tiles.attention import ALIGNMENT
@@ -71,7 +71,7 @@ def make_dkdv(
     no_barrier, no_free, late, no_scale, first_only, no_exchange = (
         broken == name for name in ("barrier", "free", "start", "scale", "group", "exchange")
     )
-    scatter_ds, add_dq = make_dq_parts(tiles, element, arch) if exchange else (None, None)
+    (lane_of_ds, scatter), add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
 
     @device
     def copy_next(more, here, q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row):
@@ -172,7 +172,7 @@ def make_dkdv(
                 for i in range(other // 16):
                     pack(dp, ds, i)
                 if exchange:
-                    scatter_ds(ds_tile, ds, warp_row)
+                    scatter(lane_of_ds(ds_tile, warp_row, 0), ds)
                 for i in range(other // 16):
                     accumulate(dk_acc, ds, q_columns + here, i)
                 if exchange:

@@ -17,7 +17,7 @@ from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["KeySteps", "make_dq_parts", "make_key_steps"]
+__all__ = ["KeySteps", "make_add_dq", "make_key_steps", "make_scatter"]
 
 
 class KeySteps(NamedTuple):
@@ -41,7 +41,7 @@ class KeySteps(NamedTuple):
 
 def make_key_steps(tiles: Tiles, parts: Parts, broken: str = "") -> KeySteps:
     """The steps; ``broken`` as :data:`flashnumba.stages.backward.mma_dkdv.FAULTS`."""
-    other, groups, rows_held = tiles.other, tiles.other // 8, 2 * tiles.frags
+    other, columns, groups, rows_held = tiles.other, tiles.columns, tiles.columns // 8, 2 * tiles.frags
     copy_other, copy_statistics, weight = parts.copy_other, parts.copy_statistics, parts.weight
     no_tail, no_causal, no_delta, swapped = (broken == name for name in ("tail", "causal", "delta", "stride"))
 
@@ -77,10 +77,10 @@ def make_key_steps(tiles: Tiles, parts: Parts, broken: str = "") -> KeySteps:
             if causal != 0 and not no_causal:
                 first = max(int32(0), int32(first_row + down))
             if key + down >= keys_left:
-                first = int32(other)
+                first = int32(columns)
             # One comparison for both ends: what is before the first wraps to a large number.
             begin = uint32(int32(2) * (lane & int32(3)) - first)
-            seen = uint32(max(int32(0), int32(min(rows_left, int32(other)) - first)))
+            seen = uint32(max(int32(0), int32(min(rows_left, int32(columns)) - first)))
             for n in range(groups):
                 for i in range(2):
                     if uint32(begin + uint32(8 * n + i)) >= seen and not no_tail:
@@ -100,50 +100,68 @@ def make_key_steps(tiles: Tiles, parts: Parts, broken: str = "") -> KeySteps:
 
 
 @cache
-def make_dq_parts(tiles: Tiles, element: str, arch: str):
-    """``scatter_ds(ds_tile, ds, warp_row)`` and ``add_dq(sums, tile, ds_tile, k_tile)``.
+def make_scatter(tiles: Tiles) -> tuple[DeviceFunction, DeviceFunction]:
+    """``lane_of(tile, row, chunk) -> address`` and ``scatter(address, p)``: A operands into a tile of keys x queries.
 
-    dS^T lies in shared memory as keys x queries. Of dQ a warp has 16 queries and every ``halves``-th 16 columns.
-    Both ask for their lane anew: addresses made of it then take no registers while S and dP need them all.
+    The operands' first row is ``row``, a multiple of 16. Their first chunk is ``chunk``, 0 or a multiple of as many as
+    they have. The first asks for its lane anew: what is made of it takes no registers while S and dP need them all.
     """
-    d, own, other, frags, threads = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.threads
-    keys, halves = swizzle(other), tiles.halves
-    place, ds_pitch = keys.at, keys.pitch
-    k_place, k_step, k_pitch = swizzle(d).at, swizzle(d).step, swizzle(d).pitch
-    product = make_multiply(element, arch)
-    registers, row_warps = tiles.dq_registers, other // 16
+    columns, frags, layout = tiles.columns, tiles.frags, swizzle(tiles.other)
+    place, pitch = layout.at, layout.pitch
 
     @device
-    def scatter_ds(ds_tile, ds, warp_row):
+    def lane_of(tile, row, chunk):
         lane = int32(lane_id())
-        for k in range(other // 16):
+        return place(tile, row + (lane >> 2), chunk) + uint32(4 * (lane & 3))
+
+    @device
+    def scatter(address, p):
+        for c in range(columns // 8):
+            at = (address ^ uint32(16 * (c % 8))) + uint32(128 * (c // 8))
             for f in range(frags):
-                for i in range(2):
-                    for half in range(2):
-                        at = place(ds_tile, warp_row + 16 * f + 8 * half + (lane >> 2), 2 * k + i)
-                        st_shared_b32(at + uint32(4 * (lane & 3)), ds[4 * frags * k + 4 * f + 2 * i + half])
+                first = 4 * (frags * (c // 2) + f) + 2 * (c % 2)
+                st_shared_b32(at + uint32(16 * f * pitch), p[first])
+                st_shared_b32(at + uint32((16 * f + 8) * pitch), p[first + 1])
+
+    return lane_of, scatter
+
+
+@cache
+def make_add_dq(tiles: Tiles, element: str, arch: str) -> DeviceFunction:
+    """``add_dq(sums, tile, ds_tile, k_tile)``: a step's dQ from dS^T, which lies as keys x queries.
+
+    Of it a warp has ``16 dq_frags`` queries and every ``halves``-th 16 columns. It asks for its lane anew too.
+    """
+    d, own, other, threads = tiles.d, tiles.own, tiles.other, tiles.threads
+    keys, halves, frags, row_warps = swizzle(other), tiles.halves, tiles.dq_frags, tiles.dq_rows
+    place, ds_step, ds_pitch = keys.at, keys.step, keys.pitch
+    k_place, k_step, k_pitch = swizzle(d).at, swizzle(d).step, swizzle(d).pitch
+    product = make_multiply(element, arch)
+    registers, a_regs, groups = tiles.dq_registers, 4 * frags, d // 8 // halves
 
     @device
     def add_dq(sums, tile, ds_tile, k_tile):
         lane = int32(lane_id())
         acc = cuda.local.array(registers, float32)
-        a = cuda.local.array(4, uint32)
+        a = cuda.local.array(a_regs, uint32)
         b = cuda.local.array(4, uint32)
         warp = uint32(cuda.threadIdx.x) >> uint32(5)
-        chunk = uint32(2) * (warp % uint32(row_warps))
+        chunk = uint32(2 * frags) * (warp % uint32(row_warps))
         for i in range(registers):
             acc[i] = float32(0)
         a_lane = place(ds_tile, (lane & 7) + 8 * (lane >> 4), chunk + uint32((lane >> 3) & 1))
         b_lane = k_place(k_tile, lane & 15, uint32(2) * (warp // uint32(row_warps)) + uint32(lane >> 4))
         for k in range(own // 16):
-            ldmatrix_x4_trans(a, 0, a_lane + uint32(k * 16 * ds_pitch))
-            for n in range(d // 16 // halves):
+            for f in range(frags):
+                ldmatrix_x4_trans(a, 4 * f, ds_step(a_lane, f) + uint32(k * 16 * ds_pitch))
+            for n in range(groups // 2):
                 ldmatrix_x4_trans(b, 0, k_step(b_lane, halves * n) + uint32(k * 16 * k_pitch))
-                product(acc, 8 * n, a, 0, b, 0)
-                product(acc, 8 * n + 4, a, 0, b, 2)
+                for f in range(frags):
+                    product(acc, 4 * (f * groups + 2 * n), a, 4 * f, b, 0)
+                    product(acc, 4 * (f * groups + 2 * n + 1), a, 4 * f, b, 2)
         # A view that begins with the lane: constant indices into it cost no arithmetic.
         mine = sums[int64(tile) * (other * d) + int64(uint32(32) * warp + uint32(lane)) :]
         for i in range(registers):
             cuda.atomic.add(mine, i * threads, acc[i])
 
-    return scatter_ds, add_dq
+    return add_dq

@@ -71,7 +71,7 @@ def make_parts(
 ) -> Parts:  # fmt: skip
     """The parts for float16 or bfloat16; arguments as :func:`flashnumba.tiles.forward.make_attend`. ``waits`` and
     ``swizzled`` plant faults if False."""
-    threads, other, frags, groups, d = tiles.threads, tiles.other, tiles.frags, tiles.other // 8, tiles.d
+    threads, other, frags, groups, d = tiles.threads, tiles.other, tiles.frags, tiles.columns // 8, tiles.d
     ahead = copies_ahead(vector, arch)
     store_divided = make_store(tiles.steps, element, vector, arch, even=even)
     pair = vectors(element, 4, arch=arch).pack

@@ -2,8 +2,8 @@
 
 A warp owns ``frags`` fragments of 16 rows of its block's and holds for them S, dP and one or two accumulators. With two
 fragments a warp reads each tile of the others half as often from shared memory, which is what these kernels wait for;
-where the accumulators leave room for one only, a block has more warps. For d above 128 dK and dV do not fit together:
-each then has a kernel of its own, and S is made once more.
+where the accumulators leave room for one only, a block has more warps, or pairs of warps that share keys. For d above
+128 dK and dV do not fit together: each then has a kernel of its own, and S is made once more.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Tiles:
         min_blocks: blocks a multiprocessor that the compiler leaves registers for.
         under: copies of the next step begin under the first product and not before it, which hides what it takes to
             compute addresses, and may take more registers.
-        sides: 2 if half of a block's warps make weights and dV, and the other half dS and dK; ``warps`` are those of a
-            half (:mod:`flashnumba.stages.backward.mma_sides`). Slots are then three.
-        exchange: dS goes through shared memory as well, for dQ in the same pass.
+        pairs: two warps share ``own / warps`` keys: each has half of a step's queries of S and dP, and one of the two
+            results, dV or dK (:mod:`flashnumba.stages.backward.mma_pairs`).
+        exchange: dS goes through shared memory for all warps, for dQ in the same pass.
 
     Raises:
         ValueError: sizes that do not fit one another; the message says which.
@@ -52,34 +52,44 @@ class Tiles:
     min_blocks: int = 1
     exchange: bool = False
     under: bool = False
-    sides: int = 1
+    pairs: bool = False
 
     def __post_init__(self) -> None:
-        if self.slots not in ((1, 2) if self.sides == 1 else (3,)) or self.results not in (1, 2):
+        if self.slots not in (1, 2) or self.results not in (1, 2) or (self.pairs and self.slots * self.results != 4):
             raise ValueError(
-                f"slots is {self.slots} and results {self.results}; they must be 1 or 2, and slots 3 with two sides"
+                f"slots is {self.slots} and results {self.results}; they must be 1 or 2, and both 2 with pairs of warps"
+            )
+        if self.pairs and (self.other % 32 or self.warps % 2):
+            raise ValueError(
+                f"other is {self.other} and warps {self.warps}; pairs take a multiple of 32, half for each, and "
+                "an even number of pairs"
             )
         if self.accumulators > 200:
             raise ValueError(
                 f"{self.own} x {self.other} tiles by {self.warps} warps take {self.accumulators} registers for S, dP "
                 f"and {self.results} results; 200 leave room for the rest"
             )
-        warps = self.warps * self.sides
-        if self.exchange and (self.results != 2 or warps % (self.other // 16) or self.d % (16 * self.halves)):
+        warps = self.threads // 32
+        if self.exchange and (self.results != 2 or warps % self.dq_rows or self.d % (16 * self.halves)):
             raise ValueError(
                 f"other is {self.other} and d {self.d}; to share out dQ beside two results, {warps} warps must be "
-                "a multiple of other / 16, and d of 16 for each of the warps in a row"
+                f"a multiple of {self.dq_rows}, and d of 16 for each of the warps in a row"
             )
         _ = self.steps  # checks the rest
 
     @property
     def steps(self) -> AttentionTiles:
         """The sizes as those of the forward's steps, whose rows of Q are the block's own and whose keys the others."""
-        return AttentionTiles(self.d, self.own, self.other, self.warps, min(self.slots, 2))
+        return AttentionTiles(self.d, self.own, self.columns, self.warps, self.slots)
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps * self.sides
+        return 32 * self.warps * (2 if self.pairs else 1)
+
+    @property
+    def columns(self) -> int:
+        """Of the others' rows of a step, those that are columns of a warp's S and dP."""
+        return self.other // 2 if self.pairs else self.other
 
     @property
     def frags(self) -> int:
@@ -88,13 +98,26 @@ class Tiles:
 
     @property
     def accumulators(self) -> int:
-        """Registers a thread for S, dP and the results; of two sides each has half of them."""
-        return self.frags * (2 * self.other + self.results * self.d) // 2 // self.sides
+        """Registers a thread for S, dP and the results, of which one of a pair has one."""
+        results = 1 if self.pairs else self.results
+        return self.frags * (2 * self.columns + results * self.d) // 2
+
+    @property
+    def dq_frags(self) -> int:
+        """Fragments of 16 queries that a warp has of dQ, where it is made in the same pass: two if a warp then reads
+        fewer bytes of dS and K together, its share of dQ being nearer to a square."""
+        halves = max(1, self.threads // 2 // self.other)
+        return 2 if self.other % 32 == 0 and self.d % (32 * halves) == 0 and self.d > 32 * halves else 1
+
+    @property
+    def dq_rows(self) -> int:
+        """Warps below one another that share the queries of dQ."""
+        return self.other // (16 * self.dq_frags)
 
     @property
     def halves(self) -> int:
-        """Warps side by side that share the columns of dQ, where it is made in the same pass."""
-        return max(1, self.threads // 2 // self.other)
+        """Warps side by side that share the columns of dQ."""
+        return max(1, self.threads // 32 // self.dq_rows)
 
     @property
     def dq_registers(self) -> int:
@@ -116,18 +139,24 @@ class Tiles:
         return 4 * STATISTICS * self.other
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of P in float32, which goes from one side to the other."""
-        return 4 * self.own * self.other if self.sides == 2 else 0
+    def handed_bytes(self) -> int:
+        """Bytes of a tile of P or dS, keys x queries."""
+        return self.own * swizzle(self.other).pitch if self.exchange or self.pairs else 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes for what warps hand over in a step: dS, and of pairs half of P."""
+        return self.handed_bytes * 3 // 2 if self.pairs else self.handed_bytes
 
     @property
     def exchange_bytes(self) -> int:
-        return self.sides * self.own * swizzle(self.other).pitch if self.exchange else 0
+        """Bytes of the buffers: two if pairs of warps make dQ a step late."""
+        return self.buffer_bytes * (2 if self.pairs and self.exchange else 1)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        tiles = 2 * self.own_bytes + 2 * self.slots * self.slot_bytes + self.weight_bytes + self.exchange_bytes
+        tiles = 2 * self.own_bytes + 2 * self.slots * self.slot_bytes + self.exchange_bytes
         return ALIGNMENT + tiles + self.slots * self.statistics_bytes
 
 
@@ -150,11 +179,11 @@ def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     return Tiles(d, 64, 32, slots=2 if most > 163 * 1024 else 1)
 
 
-def one_pass_tiles(d: int, arch: str, vector: int = 16, causal: bool = False) -> Tiles:
+def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     """Tiles of the kernel that makes all three.
 
-    Two sides are quicker on an H200 where d is 128 and the mask causal, by 2.5 % at 4096 tokens; without a mask they
-    are 1.5 % slower. Elsewhere they were chosen because registers suffice; they were not timed.
+    Pairs of warps are quicker on an H200 where d is 128, by 8 % with or without a mask, and by 13 % with dQ made at two
+    times. Elsewhere they were chosen because registers suffice; they were not timed.
 
     Raises:
         ValueError: no tiles hold dK and dV together and dS beside them, or loads are of single elements.
@@ -172,12 +201,11 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16, causal: bool = False) ->
         )
     if vector < 16:  # addresses take registers: threads enough that each has few
         return Tiles(64 if d <= 64 else 128, 128, 32, 8, 2 if most > 99 * 1024 else 1, results=2, exchange=True)
-    by_sides = Tiles(padded, 64, 32, 2, 3, results=2, exchange=True, sides=2)
+    by_pairs = Tiles(padded, 64, 32, warps=2, results=2, exchange=True, pairs=True)
     if padded <= 64:
-        return by_sides if number >= 100 else Tiles(padded, 128, 32, results=2, exchange=True)
-    if number == 90 and d == 128 and not causal:
-        return Tiles(padded, 128, 64, warps=8, results=2, exchange=True)
-    return replace(by_sides, min_blocks=2) if number == 90 else by_sides  # the larger tiles spill
+        return by_pairs if number >= 100 else Tiles(padded, 128, 32, results=2, exchange=True)
+    large = number == 90 and d == padded  # else registers do not suffice
+    return replace(by_pairs, own=128, other=64, warps=4) if large else by_pairs
 
 
 def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
@@ -194,8 +222,8 @@ def dkdv_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     if d <= 128:
         if narrow:
             return Tiles(d, 64, 32, results=2)
-        if d == 128 and int(arch.rstrip("a")) == 90:  # two of these blocks share a multiprocessor
-            return Tiles(d, 64, 64, results=2)
+        if d == 128 and int(arch.rstrip("a")) == 90:
+            return Tiles(d, 64, 64, warps=2, results=2, min_blocks=2, pairs=True)
         if int(arch.rstrip("a")) == 90:
             return Tiles(d, 128, 64, warps=8, results=2)
         if d == 96:  # 256 threads copy 64 of its rows at once

@@ -42,7 +42,7 @@ def make_finish(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "
     """A block for each ``tiles.other`` rows of each head. dq is packed and its columns are even in number, so that two
     are written at once."""
     d, other, threads, registers = tiles.d, tiles.other, tiles.threads, tiles.dq_registers
-    row_warps, halves = other // 16, tiles.halves
+    row_warps, halves, frags = tiles.dq_rows, tiles.halves, tiles.dq_frags
     pack = vectors(element, 4, arch=arch).pack
     unscaled, flip = broken == "rounding", int(broken == "place")
 
@@ -52,13 +52,14 @@ def make_finish(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "
         tile = int64(cuda.blockIdx.x)
         head, batch = tile // row_tiles % dq.shape[1], tile // row_tiles // dq.shape[1]
         lane, warp = int64(cuda.threadIdx.x & 31), int64(cuda.threadIdx.x >> 5)
-        row0 = tile % row_tiles * other + warp % row_warps * 16 + (lane >> 2)
+        row0 = tile % row_tiles * other + warp % row_warps * (16 * frags) + (lane >> 2)
         column0 = 16 * (warp // row_warps) + 2 * (lane & 3)
         base = tile * (other * d) + int64(cuda.threadIdx.x)
         factor = float32(1) if unscaled else scale
         for i in range(0, registers, 2):
-            row = row0 + int64(8 * ((i // 2 + flip) % 2))
-            column = column0 + int64(16 * halves * (i // 8) + 8 * (i // 4 % 2))
+            fragment, at = i // (registers // frags), i % (registers // frags)
+            row = row0 + int64(16 * fragment + 8 * ((i // 2 + flip) % 2))
+            column = column0 + int64(16 * halves * (at // 8) + 8 * (i // 4 % 2))
             low = sums[base + int64(i * threads)] * factor
             high = sums[base + int64((i + 1) * threads)] * factor
             if row < dq.shape[2] and column < dq.shape[3]:

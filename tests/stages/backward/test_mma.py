@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashnumba.stages.backward import mma, mma_dkdv, mma_dq, mma_sides, one_pass
+from flashnumba.stages.backward import mma, mma_dkdv, mma_dq, mma_pairs, one_pass
 from flashnumba.stages.backward.mma_tiles import Tiles, dkdv_tiles, dq_tiles, one_pass_tiles
 from flashnumba.stages.backward.problem import Plan, Shape, rows_scratch
 from flashnumba.stages.backward.rows import launch_rows
@@ -21,14 +21,14 @@ ONE_SLOT = Tiles(32, 32, 32, warps=2, slots=1)
 TWO_SLOTS = Tiles(32, 32, 32, warps=2, under=True)
 BOTH = Tiles(32, 32, 32, warps=2, results=2)
 BOTH_OF_ONE_SLOT = Tiles(32, 64, 32, warps=2, slots=1, results=2)
-SIDES = Tiles(32, 32, 32, warps=1, slots=3, results=2, sides=2)
+PAIRS = Tiles(32, 64, 32, warps=2, results=2, pairs=True)
 ONE_PASS = Tiles(32, 32, 32, warps=2, results=2, exchange=True)
-SIDES_ONE_PASS = Tiles(32, 64, 32, warps=2, slots=3, results=2, sides=2, exchange=True)
+PAIRS_ONE_PASS = Tiles(32, 64, 64, warps=2, results=2, pairs=True, exchange=True)
 SMALL = {
     "two slots": (TWO_SLOTS, BOTH),
     "one slot, two fragments": (Tiles(32, 64, 32, warps=2, slots=1), BOTH_OF_ONE_SLOT),
     "dK and dV apart": (ONE_SLOT, TWO_SLOTS),
-    "two sides": (TWO_SLOTS, SIDES),
+    "pairs": (TWO_SLOTS, PAIRS),
 }
 """Small tiles, so that small problems have several: of dQ, and of dK and dV."""
 
@@ -58,7 +58,7 @@ def in_one_pass(tiles: Tiles = ONE_PASS, arch="", broken=""):
 
 
 WAYS = {name: with_tiles(*tiles) for name, tiles in SMALL.items()}
-WAYS |= {"one pass": in_one_pass(), "one pass by two sides": in_one_pass(SIDES_ONE_PASS)}
+WAYS |= {"one pass": in_one_pass(), "one pass by pairs": in_one_pass(PAIRS_ONE_PASS)}
 HARD = hard_cases(np.float16, m=5, n=33)
 """Each is run in one way; so is every tail. What a way does to a row does not depend on what is hard about it."""
 
@@ -110,7 +110,7 @@ def test_layouts(machine, case):
     assert_gradients(run(WAYS["two slots"], case, machine), case)
 
 
-@pytest.mark.parametrize(("layout", "way"), [("heads inside rows", "two sides"), ("longer rows", "one pass")])
+@pytest.mark.parametrize(("layout", "way"), [("heads inside rows", "pairs"), ("longer rows", "one pass")])
 def test_layouts_that_are_read_16_bytes_at_a_time(machine, layout, way):
     case = normal(9, 20, 32, np.float16, batch=2, heads=2)
     case = case.with_arrays(layout, LAYOUTS[layout], ("q", "v", "do"))
@@ -140,7 +140,7 @@ def test_nothing(machine, way):
             assert (gradient == 0).all()
 
 
-@pytest.mark.parametrize("way", ["two slots", "one pass by two sides"])
+@pytest.mark.parametrize("way", ["two slots", "one pass by pairs"])
 def test_a_gradient_of_lse_where_it_is_infinite(machine, way):
     """Of a row that sees nothing: whatever it is, no other row's gradient and no key's may know of it."""
     case = normal(7, 3, 32, np.float16, causal=True, with_dlse=True)
@@ -148,16 +148,14 @@ def test_a_gradient_of_lse_where_it_is_infinite(machine, way):
     assert_gradients(run(WAYS[way], case, machine), case)
 
 
-@pytest.mark.parametrize(
-    ("way", "m", "n"), [("two sides", 9, 20), ("one pass", 40, 40), ("one pass by two sides", 70, 70)]
-)
+@pytest.mark.parametrize(("way", "m", "n"), [("pairs", 9, 20), ("one pass", 40, 40), ("one pass by pairs", 70, 70)])
 def test_heads_of_a_group_are_summed(machine, way, m, n):
     """In one pass by a second block too, whose walk over the rows of each head begins late."""
     case = normal(m, n, 32, np.float16, heads=4, kv_heads=2 if m < 50 else 1, causal=True)
     assert_gradients(run(WAYS[way], case, machine), case)
 
 
-@pytest.mark.parametrize("way", ["one pass", "one pass by two sides"])
+@pytest.mark.parametrize("way", ["one pass", "one pass by pairs"])
 def test_keys_after_the_last_in_one_pass(machine, way):
     """Their rows of K are zeros, but times a weight of e^1e5 no zeros in dQ."""
     case = next(case for case in HARD if case.name.startswith("scores of -1e5"))
@@ -172,7 +170,7 @@ def test_the_tiles_that_are_launched(machine):
     assert_gradients(run(mma.plan_one_pass, case, machine), case)
 
 
-@pytest.mark.parametrize("way", ["two slots", "two sides"])
+@pytest.mark.parametrize("way", ["two slots", "pairs"])
 def test_repeatable_to_the_bit(machine, way):
     case = normal(20, 40, 32, np.float16, heads=2, kv_heads=1, causal=True)
     for a, b in zip(*(run(WAYS[way], case, machine, seed=seed) for seed in range(2)), strict=True):
@@ -215,7 +213,7 @@ def test_the_tiles_fit_every_architecture(arch, vector):
     ({"own": 40}, "bm is 40"),
     ({"other": 24}, "bn are 64 and 24"),
     ({"slots": 3}, "slots is 3"),
-    ({"slots": 2, "sides": 2}, "slots 3 with two sides"),
+    ({"slots": 1, "pairs": True}, "both 2 with pairs of warps"),
     ({"d": 128, "own": 128, "results": 2}, "take 320 registers for S, dP and 2 results"),
     ({"exchange": True}, "other is 32 and d 64; to share out dQ"),
 ])  # fmt: skip
@@ -263,9 +261,9 @@ DQ_FAULTS = IN_ALL | FREE | {"stride": (LONG, "OutOfBounds Misaligned wrong")}
 DKDV_FAULTS = IN_ALL | FREE | BY_KEYS
 SHARED = ("swizzle", "tail", "causal", "stride")
 """Steps of both kernels by keys, tested in one of them."""
-SIDES_FAULTS = {name: what for name, what in (IN_ALL | BY_KEYS).items() if name not in SHARED} | {
+PAIRS_FAULTS = {name: what for name, what in (IN_ALL | BY_KEYS).items() if name not in SHARED} | {
     "ready": (PLAIN, "Race UninitialisedRead"),
-    "late": (PLAIN, "wrong"),
+    "half": (PLAIN, "UninitialisedRead Race wrong"),
 }
 RACES = ("barrier", "free", "exchange", "ready")
 """What a thread finds depends on who was first; of these two orders are tried."""
@@ -289,16 +287,16 @@ def test_planted_faults_in_dq(fault):
     assert named(found) <= set(allowed.split()), found
 
 
-@pytest.mark.parametrize(("kernel", "fault"), [("dkdv", x) for x in DKDV_FAULTS] + [("sides", x) for x in SIDES_FAULTS])
+@pytest.mark.parametrize(("kernel", "fault"), [("dkdv", x) for x in DKDV_FAULTS] + [("pairs", x) for x in PAIRS_FAULTS])
 def test_planted_faults_in_dk_and_dv(kernel, fault):
-    case, allowed = (DKDV_FAULTS if kernel == "dkdv" else SIDES_FAULTS)[fault]
-    way = "two sides" if kernel == "sides" else "one slot, two fragments" if fault == "free" else "two slots"
+    case, allowed = (DKDV_FAULTS if kernel == "dkdv" else PAIRS_FAULTS)[fault]
+    way = "pairs" if kernel == "pairs" else "one slot, two fragments" if fault == "free" else "two slots"
     plan, which = with_tiles(*SMALL[way], broken=fault, which="dk dv"), ("dk", "dv")
     if fault in ("exchange", "tail"):  # what is beyond the last key reaches nobody else but dQ
-        plan, which = in_one_pass(SIDES_ONE_PASS if kernel == "sides" else ONE_PASS, broken=fault), ("dq", "dk", "dv")
+        plan, which = in_one_pass(PAIRS_ONE_PASS if kernel == "pairs" else ONE_PASS, broken=fault), ("dq", "dk", "dv")
     found = caught(lambda seed: run(plan, case, seed=seed), case, seeds_for(fault), which)
     assert named(found) <= set(allowed.split()), found
-    if fault in ("scale", "delta", "late"):
+    if fault in ("scale", "delta"):
         assert set(found) == {"dk"}
 
 
@@ -311,4 +309,4 @@ def test_planted_faults_around_one_pass(fault):
 
 def test_every_fault_that_can_be_planted_is_tested():
     assert set(mma_dq.FAULTS) == set(DQ_FAULTS)
-    assert set(mma_dkdv.FAULTS) == set(DKDV_FAULTS) and set(mma_sides.FAULTS) == set(SIDES_FAULTS)
+    assert set(mma_dkdv.FAULTS) == set(DKDV_FAULTS) and set(mma_pairs.FAULTS) == set(PAIRS_FAULTS)
