@@ -3,8 +3,8 @@
 Which kernels that are :mod:`flashnumba.stages.sparsity.sla_plans` says. They are on tensor cores where they multiply
 tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits every time.
 
-Beside its inputs and o a forward keeps phi of q and of k, O^s and O^l (of their sizes), the sums H (D (D + 1) numbers
-of 16 bits for 64 rows: twice as many bytes as q at D = 128), five numbers a row, and the map.
+Beside its inputs and o a forward keeps the sums H (D (D + 1) numbers of 16 bits for 64 rows: twice as many bytes as q
+at D = 128), four numbers a row, and the map.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -41,8 +41,7 @@ __all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check", "check_
 DIMENSIONS = (64, 128)
 """Head dimensions that kernels take."""
 KEPT = (
-    "q", "k", "v", "proj", "o_s", "o_l", "phi_q", "phi_k", "lse", "origin", "bias", "share", "classes", "lists",
-    "counts", "weights", "sums",
+    "q", "k", "v", "proj", "o", "lse", "origin", "bias", "share", "classes", "lists", "counts", "weights", "sums",
 )  # fmt: skip
 """What the forward keeps for the gradients, by name."""
 
@@ -165,7 +164,7 @@ def forward(
     views["o"] = heads._view(o, replace(describe(o, "o"), readonly=False), 4)
     kept = Kept(shape, options, scale, machine, of_q.device, of_q, {"q": q})
     kept.launch(plan_forward(shape, options, given=classes is not None), views, stream)
-    kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v}
+    kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v, "o": o}
     return finish(o, of_q, stream), kept
 
 
@@ -186,7 +185,7 @@ def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, An
     arrays = kept.arrays
     with library_stream(of_q, stream):
         results = [empty_like_kind(arrays[name], describe(arrays[name], name).shape) for name in "qkv"]
-    known = {name: heads._view(arrays[name], describe(arrays[name], name), 4) for name in "qkv"}
+    known = {name: heads._view(arrays[name], describe(arrays[name], name), 4) for name in ("q", "k", "v", "o")}
     known |= {name: arrays[name] for name in KEPT if name in arrays and name not in known}
     known["do"] = heads._view(do, of_do, 4)
     for name, result in zip(("dq", "dk", "dv"), results, strict=True):

@@ -23,8 +23,7 @@ from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32,
 from flashnumba.stages.backward.mma_keys import make_key_steps
 from flashnumba.stages.backward.mma_parts import address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.stages.sparsity.sla_features import piece_of
-from flashnumba.stages.sparsity.sla_products import make_row_steps
+from flashnumba.stages.sparsity.sla_products import make_row_steps, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E

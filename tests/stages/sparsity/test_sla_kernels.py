@@ -20,7 +20,6 @@ from flashnumba.stages.heads import Launch, Shape
 from flashnumba.stages.sparsity import (
     sla,
     sla_backward,
-    sla_features,
     sla_forward,
     sla_linear_backward,
     sla_lists,
@@ -157,7 +156,7 @@ def test_forward_and_gradients(name):
     assert np.array_equal(problem.known["classes"], problem.classes)
     assert {0, -1} & set(problem.classes.flat) and (problem.classes > 0).any()
     names = GRADIENTS if problem.options.projected else GRADIENTS[:3]
-    assert problem.check(("o", "o_s", "o_l", "lse", *names)) == ""
+    assert problem.check(("o", "lse", *names)) == ""
 
 
 @pytest.mark.parametrize("kernel", ["attend", "rows backward", "dk dv"])
@@ -219,24 +218,28 @@ def test_equal_guesses_are_taken_in_order():
     rng = np.random.default_rng(0)
     q, k = (np.repeat(rng.integers(-1, 2, (1, 1, tiles, 64)), 64, 2).astype(np.float16) for tiles in (2, 40))
     for causal in (False, True):
-        classes, means = np.full((1, 1, 2, 40), 77, np.int8), []
+        expected, means = reference.classify(q, k, 0.3, 0.3, causal), []
         for x in (q, k):
             means.append(x[:, :, ::64].astype(np.float32).swapaxes(-1, -2).copy())
-        args = (*means, classes, *(np.int64(x) for x in (128, 2560, 300_000, 300_000)), np.int32(causal))
-        launcher.launch(sla_lists.make_classify(64, 4), 1, 128, args, shared=640, machine="emulator")
-        expected = reference.classify(q, k, 0.3, 0.3, causal)
-        assert np.array_equal(classes, expected)
-        wrong = classes.copy()
-        args = (*means, wrong, *args[3:])
-        launcher.launch(sla_lists.make_classify(64, 2, broken="ties"), 1, 64, args, shared=320, machine="emulator")
-        assert not np.array_equal(wrong, expected)
+        for fault in ("", "ties"):
+            left = nan((1, 1, 2, 40), "int8"), nan((1, 1, 2, 40), "int32"), nan((1, 1, 2), "int32")
+            weights = nan((1, 1, 2, 40), "float16")
+            shares = *(np.int64(x) for x in (128, 2560, 300_000, 300_000)), np.float32(0.25), np.int32(causal)
+            kernel = sla_lists.make_classify(64, "float16", rows=2 if fault else 4, broken=fault)
+            launcher.launch(kernel, 1, sla_lists.CLASSIFY_THREADS, (*means, *left, weights, *shares),
+                            shared=sla_lists.classify_shared(40, 64), machine="emulator")  # fmt: skip
+            classes, lists, counts = left
+            assert np.array_equal(classes, expected) == (not fault)
+            for i in range(2):
+                assert list(lists[0, 0, i, : counts[0, 0, i]]) == list(np.flatnonzero(classes[0, 0, i] > 0))
+            assert np.array_equal(weights, np.where(classes == 0, np.float16(0.25), np.float16(0)))
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
 def planted() -> list[tuple[str, str]]:
     faults = {
-        "features": ("barrier", "tail"), "classify": ("wait",), "states": ("wait", "barrier", "reuse", "swizzle"),
-        "attend": [x for x in sla_forward.ATTEND_FAULTS if x != "causal"], "combine": sla_forward.COMBINE_FAULTS,
+        "classify": ("wait", "barrier"), "states": sla_states.STATES_FAULTS,
+        "attend": [x for x in sla_forward.FAULTS if x != "causal"],
         "rows backward": sla_linear_backward.FAULTS, "keys backward": ("barrier", "wait"),
         "dq": [x for x in sla_backward.FAULTS if x != "causal"],
         "dk dv": [x for x in sla_backward.FAULTS if x != "causal"], "project": ("barrier", "wait"),
@@ -247,11 +250,9 @@ def planted() -> list[tuple[str, str]]:
 def broken_kernel(name: str, fault: str, element: str = "float16") -> Any:
     of_rows, of_keys = sla_backward.dq_tiles(64, "90a"), sla_backward.dkdv_tiles(64, "90a")
     makers = {
-        "features": lambda: sla_features.make_features(64, element, "softmax", broken=fault),
-        "classify": lambda: sla_lists.make_classify(64, 8, broken=fault),
-        "states": lambda: sla_states.make_states(64, element, broken=fault),
+        "classify": lambda: sla_lists.make_classify(64, element, broken=fault),
+        "states": lambda: sla_states.make_states(64, element, "softmax", broken=fault),
         "attend": lambda: sla_forward.make_attend(sla_forward.forward_tiles(64), element, broken=fault),
-        "combine": lambda: sla_forward.make_combine(64, element, broken=fault),
         "rows backward": lambda: sla_linear_backward.make_rows(64, element, "softmax", broken=fault),
         "keys backward": lambda: sla_linear_backward.make_keys(64, element, "softmax", broken=fault),
         "dq": lambda: sla_backward.make_dq(of_rows, element, broken=fault),
@@ -262,8 +263,8 @@ def broken_kernel(name: str, fault: str, element: str = "float16") -> Any:
 
 
 RESULTS = {
-    "features": ("q_means",), "classify": ("classes",), "states": ("states",), "attend": ("o_s", "lse"),
-    "combine": ("o",), "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
+    "classify": ("classes",), "states": ("states", "q_means", "k_means"), "attend": ("o", "lse"),
+    "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
     "dk dv": ("dk", "dv"), "project": ("parts",),
 }  # fmt: skip
 
@@ -272,7 +273,7 @@ RESULTS = {
 def test_a_planted_fault_is_caught(kernel, fault):
     good = solved()
     launch = next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}")
-    for seed in range(2 if fault in ("barrier", "state_barrier", "wait", "reuse") else 1):
+    for seed in range(2 if fault in ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean") else 1):
         known = dict(good.known) | {name: x.copy() for name, x in good.before[kernel].items()}
         try:
             run(replace(launch, kernel=broken_kernel(kernel, fault)), replace(good, known=known), seed)
