@@ -20,8 +20,8 @@ from flashnumba.stages.sparsity import sla_reference as reference
 
 __all__ = ["BACKWARD", "FORWARD", "LEFT", "Maybe", "Sla", "backward", "forward", "forward_fake"]
 
-LEFT = tuple(name for name in sla.KEPT if name not in ("q", "k", "v", "proj", "classes"))
-"""What the forward's kernels leave for those of the gradients, beside the inputs and the map."""
+LEFT = tuple(name for name in sla.KEPT if name not in ("q", "k", "v", "proj", "o", "classes"))
+"""What the forward's kernels leave for those of the gradients, beside the inputs, o and the map."""
 OPTIONS = (
     "float critical, float negligible, str feature_map, str form, float eps, bool causal, float? scale, str backend"
 )
@@ -54,7 +54,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: 
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, left: list[Tensor], *how: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, o: Tensor, classes: Tensor, left: list[Tensor],
+    *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dproj), the last of the dtype of proj, and empty without one."""
     options, causal, scale, backend = _options(proj, *how)
@@ -64,6 +65,7 @@ def backward(
         "q": aligned(q),
         "k": aligned(k),
         "v": aligned(v),
+        "o": o.detach(),
         "classes": classes,
         **dict(zip(LEFT, left, strict=True)),
     }
@@ -128,7 +130,8 @@ def forward_fake(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *
 
 
 def backward_fake(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, left: list[Tensor], *how: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, o: Tensor, classes: Tensor, left: list[Tensor],
+    *how: Any,
 ) -> Any:  # fmt: skip
     return (*(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if proj is None else proj.new_empty(proj.shape))
 
@@ -142,7 +145,7 @@ def _declare() -> tuple[torch.library.Library, Any, Any]:
         tags=torch.Tag.pt2_compliant_tag,
     )
     library.define(
-        f"sla_backward(Tensor do, {inputs}, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, Tensor dk, "
+        f"sla_backward(Tensor do, {inputs}, Tensor o, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dproj)",
         tags=torch.Tag.pt2_compliant_tag,
     )
@@ -170,7 +173,7 @@ class Sla(torch.autograd.Function):
         o, kept = FORWARD(q, k, v, proj, classes, *how)
         found, left = (kept[0], kept[1:]) if classes is None else (classes, kept)
         ctx.how = how
-        ctx.save_for_backward(q, k, v, proj, found, *left)
+        ctx.save_for_backward(q, k, v, proj, o, found, *left)
         if classes is not None:
             return o
         ctx.mark_non_differentiable(found)
@@ -178,6 +181,6 @@ class Sla(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, *others: Any) -> Any:
-        q, k, v, proj, classes, *left = ctx.saved_tensors
-        *found, dproj = BACKWARD(do, q, k, v, proj, classes, left, *ctx.how)
+        q, k, v, proj, o, classes, *left = ctx.saved_tensors
+        *found, dproj = BACKWARD(do, q, k, v, proj, o, classes, left, *ctx.how)
         return (*found, None if proj is None else dproj, None, *(None for _ in ctx.how))

@@ -104,7 +104,7 @@ def test_the_operators_pass_torchs_checks():
     torch.library.opcheck(operators.FORWARD, (q, k, v, proj, None, *how))
     torch.library.opcheck(operators.FORWARD, (q, k, v, None, attend(q, k, v, return_classes=True)[1], *how))
     classes = attend(q, k, v, return_classes=True)[1]
-    torch.library.opcheck(operators.BACKWARD, (torch.randn_like(q), q, k, v, proj, classes, [], *how))
+    torch.library.opcheck(operators.BACKWARD, (torch.randn_like(q), q, k, v, proj, attend(q, k, v), classes, [], *how))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
