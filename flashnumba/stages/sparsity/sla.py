@@ -24,6 +24,7 @@ from flashnumba.machine.arrays import Described, describe, empty_like_kind
 from flashnumba.stages import heads
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
+from flashnumba.stages.sparsity import sla_gather
 from flashnumba.stages.sparsity.sla_plans import (
     DEFAULT,
     Options,
@@ -101,6 +102,7 @@ class Kept:
         for name, size in plan.scratch.items():
             if name not in known:
                 known[name] = empty_like_kind(self.arrays["q"], size, of[name][0])
+        known |= sla_gather.arguments(shape, known, {name for launch in plan.launches for name in launch.args})
         steps = [
             (self.prepared(launch), launch.grid, launch.threads, tuple(known[name] for name in launch.args))
             for launch in plan.launches

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashnumba.machine.numba import types
 from flashnumba.stages.heads import Launch, Plan, Shape
-from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_linear_backward, sla_states
+from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_gather, sla_linear_backward, sla_states
 from flashnumba.stages.sparsity.sla_lists import (
     CLASSIFY_THREADS,
     KEY_THREADS,
@@ -32,8 +32,8 @@ __all__ = ["DEFAULT", "Options", "compile_cases", "plan_backward", "plan_forward
 
 CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
 """What kernels are compiled for."""
-OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
-"""Those whose tiles are others on sm_90, at D = 128."""
+OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back")
+"""Those that are others on sm_90, at D = 128."""
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
 OF_INPUT = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
@@ -87,11 +87,6 @@ def tiles_of(shape: Shape) -> tuple[int, int]:
     return -(-shape.m // BLOCK), -(-shape.n // BLOCK)
 
 
-def gather_blocks(rows: int, shape: Shape) -> int:
-    across = -(-shape.d * (shape.d + 1) // sla_states.GATHER_TILE)
-    return -(-rows // sla_states.GATHER_TILE) * across * shape.batch * shape.heads
-
-
 def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = False) -> Plan:
     """The forward; ``given``: the map is the caller's."""
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
@@ -116,10 +111,7 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
             )
         )  # fmt: skip
     launches += [
-        Launch(
-            sla_states.make_gather(element, False, arch), gather_blocks(i, shape), sla_states.GATHER_THREADS,
-            sla_states.GATHER_SHARED, ("weights", "states", "sums"),
-        ),
+        sla_gather.plan_gather(shape, False),
         Launch(
             sla_forward.make_attend(attend, element, options.feature_map, arch), i * all_heads, attend.threads,
             attend.shared,
@@ -142,10 +134,7 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
             linear.make_rows(d, element, options.feature_map, arch), i * all_heads, 128, linear.rows_shared(d),
             ("do", "o", "q", "sums", "share", "dq", "dsums", "delta"),
         ),
-        Launch(
-            sla_states.make_gather(element, True, arch), gather_blocks(j, shape), sla_states.GATHER_THREADS,
-            sla_states.GATHER_SHARED, ("weights", "dsums", "dstates"),
-        ),
+        sla_gather.plan_gather(shape, True),
         Launch(
             linear.make_keys(d, element, options.feature_map, options.projected, arch), j * all_heads, 128,
             linear.keys_shared(d, options.projected), ("k", "v", "proj", "dstates", "dk", "dv", "dv_l"),
@@ -168,14 +157,16 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
 
 
 def scratch_of(shape: Shape, launches: list[Launch]) -> dict[str, tuple[int, ...]]:
-    known = sizes(shape)
-    return {name: known[name][1] for launch in launches for name in launch.args if name in known}
+    known, maps = sizes(shape), sla_gather.MAPS
+    names = [maps[name][0] if name in maps else name for launch in launches for name in launch.args]
+    return {name: known[name][1] for name in names if name in known}
 
 
 def signature(shape: Shape, args: tuple[str, ...]) -> tuple[Any, ...]:
     """Numba types of a kernel's arguments: the caller's arrays of any strides, the others packed."""
     plain = {"float16": types.float16, "bfloat16": types.uint16}[shape.element]
     known = {name: types.Array(plain, 4, "A") for name in OF_INPUT} | SCALARS
+    known |= sla_gather.numba_types()
     for name, (kind, size) in sizes(shape).items():
         of = plain if kind == shape.element else getattr(types, kind)
         known[name] = types.Array(of, len(size), "A" if name == "proj" else "C")

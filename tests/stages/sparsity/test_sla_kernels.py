@@ -21,6 +21,7 @@ from flashnumba.stages.sparsity import (
     sla,
     sla_backward,
     sla_forward,
+    sla_gather,
     sla_linear_backward,
     sla_lists,
     sla_states,
@@ -98,17 +99,16 @@ def nan(size: tuple[int, ...], kind: str) -> np.ndarray:
 
 
 def run(launch: Launch, problem: Problem, seed: int = 0) -> None:
-    args = tuple(problem.known[name] for name in launch.args)
-    if (
-        launch.kernel.name.startswith(GATHER) and launch.grid > 4
-    ):  # by NumPy: the kernel has a test of its own, and 33 blocks
-        weights, states, sums = (x.view(element_dtype(problem.shape.element)) for x in args)
-        exact = weights.astype(np.float32)
-        if launch.kernel.name != GATHER:
-            exact = exact.swapaxes(-1, -2)
+    if launch.kernel.name.startswith(GATHER) and launch.grid > 1:  # by NumPy: it has a test of its own, and many blocks
+        back = launch.kernel.name != GATHER
+        names = ("weights", "dsums", "dstates") if back else ("weights", "states", "sums")
+        weights, states, sums = (problem.known[name].view(element_dtype(problem.shape.element)) for name in names)
+        exact = weights.astype(np.float32).swapaxes(-1, -2) if back else weights.astype(np.float32)
         exact = exact[..., : sums.shape[2], : states.shape[2]]
         sums[...] = (exact @ states.astype(np.float32)).astype(sums.dtype)
         return
+    known = problem.known | sla_gather.arguments(problem.shape, problem.known, set(launch.args))
+    args = tuple(known[name] for name in launch.args)
     options = {"seed": seed, "arch": "90a", "checks": True}
     launcher.launch(
         launch.kernel, launch.grid, launch.threads, args, shared=launch.shared, machine="emulator", emulate=options
@@ -196,21 +196,42 @@ def test_states_are_summed_over_lists(transposed, fault):
     if fault == "tail":  # beyond the depth there are rows of the next head's weights or whatever else
         weights = np.concatenate([weights, np.full((1, 1, 64, weights.shape[3]), np.nan, np.float16)], 2)
         states = np.concatenate([states, np.full((1, 1, 64, length), np.nan, np.float16)], 2)[:, :, :depth]
-    kernel = sla_states.make_gather("float16", transposed, broken=fault)
-    launch = Launch(kernel, 2, sla_states.GATHER_THREADS, sla_states.GATHER_SHARED, ("weights", "states", "sums"))
-    known = {"weights": weights, "states": states, "sums": sums}
-    problem = replace(solved(), known=known)
+    kernel = sla_gather.make_gather("float16", transposed, broken=fault)
+
+    def solve(seed):
+        launcher.launch(kernel, 2, sla_gather.GATHER_THREADS, (weights, states, sums), machine="emulator",
+                        shared=sla_gather.GATHER_SHARED, emulate={"seed": seed, "arch": "90a"})  # fmt: skip
+
     if not fault:
-        run(launch, problem)
+        solve(0)
         assert_close(sums, exact @ states.astype(np.float64))
         return
     for seed in range(3 if fault in ("wait", "barrier", "slot", "reuse") else 1):
         try:
-            run(launch, problem, seed)
+            solve(seed)
             found = not compare(sums, exact @ states[:, :, :depth].astype(np.float64)).ok
         except Fault:
             found = True
         assert found, f"{fault} was not caught with seed {seed}"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_states_are_summed_by_wgmma_for_all_heads(transposed):
+    """Rows and depth end within a tile and a slot, where another head's begin; padded weights are zeros."""
+    rng = np.random.default_rng(0)
+    shape = Shape("float16", 2, 2, 2, 70 * 64, 69 * 64, 15, arch="90a")
+    weights = (rng.random((2, 2, 70, 72)) < 0.5).astype(np.float16)
+    weights[..., 69:] = 0
+    rows, depth = (69, 70) if transposed else (70, 69)
+    states = rng.standard_normal((2, 2, depth, 240)).astype(np.float16)
+    sums = nan((2, 2, rows, 240), "float16")
+    names = ("dsums", "dstates") if transposed else ("states", "sums")
+    launch = sla_gather.plan_gather(shape, transposed)
+    assert launch.grid == 4
+    run(replace(launch, grid=1), replace(solved(), shape=shape, known=dict(zip(("weights", *names), (weights, states, sums), strict=True))))  # fmt: skip
+    exact = weights.astype(np.float64)
+    exact = (exact.swapaxes(-1, -2) if transposed else exact)[..., :rows, :depth]
+    assert_close(sums, exact @ states.astype(np.float64))
 
 
 def test_equal_guesses_are_taken_in_order():
@@ -273,7 +294,11 @@ RESULTS = {
 def test_a_planted_fault_is_caught(kernel, fault):
     good = solved()
     launch = next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}")
-    for seed in range(2 if fault in ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean") else 1):
+    for seed in range(
+        2
+        if fault in ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean")
+        else 1
+    ):
         known = dict(good.known) | {name: x.copy() for name, x in good.before[kernel].items()}
         try:
             run(replace(launch, kernel=broken_kernel(kernel, fault)), replace(good, known=known), seed)
