@@ -3,8 +3,8 @@
 ``of_dense`` is the time of ``flash_forward.mma`` or ``backward.mma`` over SLA's; ``critical`` is the share of tiles in
 the softmax part. A forward is everything from q, k and v to o and what the gradients need, the map included; the
 gradients are everything from there. ``attend`` is the attention over lists with the linear part at its end: what it
-takes longer than its share of the dense time is what these and tiles of 64 rows cost. Data are normal numbers: which tiles are critical is
-then chance, how many is given.
+takes longer than its share of the dense time is what these and tiles of 64 rows cost. Data are normal numbers: which
+tiles are critical is then chance, how many is given.
 
 Results are first compared with float64 in some row tiles: o, and of the gradients dq; that all of dk and dv was written
 is checked too. What they are is for the tests to say.

@@ -145,8 +145,8 @@ def _declare() -> tuple[torch.library.Library, Any, Any]:
         tags=torch.Tag.pt2_compliant_tag,
     )
     library.define(
-        f"sla_backward(Tensor do, {inputs}, Tensor o, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, Tensor dk, "
-        "Tensor dv, Tensor dproj)",
+        f"sla_backward(Tensor do, {inputs}, Tensor o, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, "
+        "Tensor dk, Tensor dv, Tensor dproj)",
         tags=torch.Tag.pt2_compliant_tag,
     )
     for name, does, fake in (("sla_forward", forward, forward_fake), ("sla_backward", backward, backward_fake)):

@@ -1,10 +1,10 @@
 """Sums of SLA's states over the lists of row tiles, as one matrix product for each head: H = W h.
 
-Row i of W is 2^-s where tile j is in the linear part of row tile i, and else 0. So sums over all lists are a product of
-a 0/1 matrix ``[T, T]`` with the states ``[T, D (D + 1)]``. Each sum by itself would read T D^2 numbers for each of T row
-tiles, which is bound by memory: at 64k tokens 10 GB a head, where dense attention takes 7 ms in all. On tensor cores it
-is D N^2 / 16 multiply-adds for N tokens, a 32nd of the two products of dense attention, and each state is read once for
-each 128 row tiles. Sums are exact in the 0/1 matrix, float32 inside, and rounded once.
+Row i of W is 2^-s where tile j is in the linear part of row tile i, and else 0. So sums over all lists are a product
+of a 0/1 matrix ``[T, T]`` with the states ``[T, D (D + 1)]``. Each sum by itself would read T D^2 numbers for each of T
+row tiles, which is bound by memory: at 64k tokens 10 GB a head, where dense attention takes 7 ms in all. On tensor
+cores it is D N^2 / 16 multiply-adds for N tokens, a 32nd of the two products of dense attention, and each state is read
+once for each 128 row tiles. Sums are exact in the 0/1 matrix, float32 inside, and rounded once.
 
 The authors add up the smaller set, or take it from the total; here that saves nothing. The gradient needs the same
 product with W transposed: dh = W^T dH.

@@ -47,8 +47,8 @@ def make_linear(
     """``add_linear(acc, l, q_tile, room, sums, share, eps, batch, head, block, warp_row, rows)``: a warp's O, of
     :mod:`flashnumba.tiles.attention` and not yet divided by l, becomes O; l becomes 0, so that a store divides no more.
 
-    ``share`` gets 1 / t, or 0 where t is 0. ``room`` is where K and V were, ``rows`` how many there are from the block's
-    first one on. ``broken`` is of :data:`FAULTS`.
+    ``share`` gets 1 / t, or 0 where t is 0. ``room`` is where K and V were, ``rows`` how many there are from the
+    block's first one on. ``broken`` is of :data:`FAULTS`.
 
     Raises:
         ValueError: H_i does not fit where K and V were.

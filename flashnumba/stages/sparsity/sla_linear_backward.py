@@ -5,7 +5,7 @@
 ``keys``        for each key tile, after ``gather`` has summed dh: dphi(K_j), through phi to dk; and dv.
 ``project``     dproj, in as many parts as there are blocks, and ``add_up`` adds these in order.
 
-Equations are those of :mod:`flashnumba.stages.sparsity.sla_reference`, of the values V proj, which rows know nothing of.
+Equations are those of :mod:`flashnumba.stages.sparsity.sla_reference` with values V proj, which rows know nothing of.
 Each tile is read once; products of 64 x D x D are 2 for a row tile and 2 for a key tile, or 4 and one of ``project``
 with a projection, beside D N^2 / 16 multiply-adds of ``gather``.
 
@@ -67,8 +67,8 @@ def project_shared(d: int) -> int:
 
 @cache
 def make_rows(d: int, element: str, feature_map: str, arch: str = "80", *, broken: str = "") -> Kernel:
-    """``(do, o, q, sums, share, dq, dsums, delta)``: as :func:`~.sla_forward.make_attend` has them; dq ``[B, H, M, d]``,
-    dsums as sums, delta float32 ``[B, H, M]``. A block for each row tile."""
+    """``(do, o, q, sums, share, dq, dsums, delta)``: as :func:`~.sla_forward.make_attend` has them; dq ``[B, H, M,
+    d]``, dsums as sums, delta float32 ``[B, H, M]``. A block for each row tile."""
     row_bytes = 2 * BLOCK * d
     steps = make_row_steps(d, element, make_pull_back(feature_map), arch)
     features = make_features(d, element, feature_map, arch)
@@ -153,8 +153,8 @@ def make_rows(d: int, element: str, feature_map: str, arch: str = "80", *, broke
 def make_keys(
     d: int, element: str, feature_map: str, projected: bool = True, arch: str = "80", *, broken: str = ""
 ) -> Kernel:
-    """``(k, v, proj, dstates, dk, dv, dv_l)``: k, v, dk, dv and dv_l ``[B, H, N, d]``, proj ``[d, d]`` with packed rows,
-    dstates ``[B, H, key tiles, d (d + 1)]``; dv_l is the gradient of V proj. A block for each key tile. ``projected``
+    """``(k, v, proj, dstates, dk, dv, dv_l)``: k, v, dk, dv and dv_l ``[B, H, N, d]``, proj ``[d, d]`` with packed
+    rows, dstates ``[B, H, key tiles, d (d + 1)]``; dv_l is the gradient of V proj. A block for each key tile. ``projected``
     False: proj is not read nor dv_l written, as proj is the identity."""
     row_bytes, state_bytes = 2 * BLOCK * d, 2 * d * d
     steps = make_row_steps(d, element, make_pull_back(feature_map), arch)

@@ -1,11 +1,11 @@
 """SLA's map, and the lists that kernels walk over: the key tiles that a row tile attends to, and the other way round.
 
 ``classify``
-    A block has :data:`ROWS` row tiles. Guesses are products of means, a lane for each key tile: a mean of keys is loaded
-    once for all of the block's rows, and so is most of the traffic gone. Then each warp has a row tile. Its two limits,
-    the k-th greatest guess for two k, are found together, bit by bit from the top: of 32 bits that order as the float
-    does, the greatest prefix that at least k guesses reach. It ends as soon as exactly k reach it, after about 16 passes
-    over guesses in shared memory, with no sort, and exact. Equal guesses are taken in order.
+    A block has :data:`ROWS` row tiles. Guesses are products of means, a lane for each key tile: a mean of keys is
+    loaded once for all of the block's rows, and so is most of the traffic gone. Then each warp has a row tile. Its two
+    limits, the k-th greatest guess for two k, are found together, bit by bit from the top: of 32 bits that order as the
+    float does, the greatest prefix that at least k guesses reach. It ends as soon as exactly k reach it, after about 16
+    passes over guesses in shared memory, with no sort, and exact. Equal guesses are taken in order.
 ``row_lists``
     What ``classify`` does at its end, for a map of the caller's: of a row tile its critical tiles in order, packed, how
     many they are, and the row of the 0/1 matrix by which the states of the linear part are summed on tensor cores,
@@ -157,8 +157,8 @@ def make_classify(
 
     Args:
         rows: of :func:`classify_rows`.
-        broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"`` (of
-            equal guesses all are taken).
+        broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"``
+            (of equal guesses all are taken).
     """
     pitch, warps = max(4, rows), CLASSIFY_THREADS // 32
     groups, numbers = pitch // 4, pitch * d
