@@ -228,7 +228,8 @@ def test_states_are_summed_by_wgmma_for_all_heads(transposed):
     names = ("dsums", "dstates") if transposed else ("states", "sums")
     launch = sla_gather.plan_gather(shape, transposed)
     assert launch.grid == 4
-    run(replace(launch, grid=1), replace(solved(), shape=shape, known=dict(zip(("weights", *names), (weights, states, sums), strict=True))))  # fmt: skip
+    known = dict(zip(("weights", *names), (weights, states, sums), strict=True))
+    run(replace(launch, grid=1), replace(solved(), shape=shape, known=known))
     exact = weights.astype(np.float64)
     exact = (exact.swapaxes(-1, -2) if transposed else exact)[..., :rows, :depth]
     assert_close(sums, exact @ states.astype(np.float64))
@@ -283,6 +284,7 @@ def broken_kernel(name: str, fault: str, element: str = "float16") -> Any:
     return makers[name]()
 
 
+RACES = ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean")
 RESULTS = {
     "classify": ("classes",), "states": ("states", "q_means", "k_means"), "attend": ("o", "lse"),
     "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
@@ -294,11 +296,7 @@ RESULTS = {
 def test_a_planted_fault_is_caught(kernel, fault):
     good = solved()
     launch = next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}")
-    for seed in range(
-        2
-        if fault in ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean")
-        else 1
-    ):
+    for seed in range(2 if fault in RACES else 1):
         known = dict(good.known) | {name: x.copy() for name, x in good.before[kernel].items()}
         try:
             run(replace(launch, kernel=broken_kernel(kernel, fault)), replace(good, known=known), seed)
