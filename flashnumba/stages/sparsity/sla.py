@@ -22,6 +22,7 @@ import numpy as np
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import Described, describe, empty_like_kind
 from flashnumba.stages import heads
+from flashnumba.stages.again import Recipe, Recipes, kind, of_sla
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.stages.sparsity import sla_gather
@@ -85,7 +86,7 @@ class Kept:
     arrays: dict[str, Any]
 
     def launch(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> None:
-        """Launch a plan, with new arrays for what of its scratch is not known yet."""
+        """Launch a plan, with new arrays for what of its scratch is not known yet; ``known`` gets all arguments."""
         with library_stream(self.found, stream):
             self.bind(plan, known, stream)()
 
@@ -142,6 +143,10 @@ def forward(
     Raises:
         TypeError, ValueError: an argument does not fit, before anything is launched.
     """
+    key = key_of(q, k, v, proj, classes, options, causal, scale, machine, stream)
+    again = RECIPES.get(key)
+    if again is not None:
+        return again(q, k, v, proj, classes)
     check_machine(machine)
     named = {"q": q, "k": k, "v": v} | ({} if proj is None else {"proj": proj})
     refuse_gradients(**named)
@@ -165,9 +170,49 @@ def forward(
         views["classes"] = check_classes(classes, shape, of_q)
     views["o"] = heads._view(o, replace(describe(o, "o"), readonly=False), 4)
     kept = Kept(shape, options, scale, machine, of_q.device, of_q, {"q": q})
-    kept.launch(plan_forward(shape, options, given=classes is not None), views, stream)
+    plan = plan_forward(shape, options, given=classes is not None)
+    kept.launch(plan, views, stream)
+    RECIPES.add(key, remember(kept, plan, views, proj is not None, classes is not None) if key else None)
     kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v, "o": o}
     return finish(o, of_q, stream), kept
+
+
+def key_of(
+    q: Any, k: Any, v: Any, proj: Any, classes: Any, options: Options, causal: Any, scale: Any, machine: Any,
+    stream: Any,
+) -> Any:  # fmt: skip
+    """What the launches of a forward depend on; None for arguments that are looked at each time."""
+    kinds = kind(q), kind(k), kind(v), proj is None or kind(proj), classes is None or kind(classes)
+    if None in kinds or stream is not None or machine not in ("auto", "cuda") or causal.__class__ is not bool:
+        return None
+    if scale is not None and scale.__class__ is not float:
+        return None
+    return kinds, options, causal, scale
+
+
+@dataclass(frozen=True)
+class Again:
+    """A forward on torch tensors like those of an earlier one."""
+
+    recipe: Recipe
+    kept: Kept
+    names: tuple[str, ...]
+
+    def __call__(self, q: Any, k: Any, v: Any, proj: Any, classes: Any) -> tuple[Any, Kept]:
+        given = {"q": q, "k": k, "v": v, "proj": proj, "classes": classes}
+        given = {name: x for name, x in given.items() if x is not None}
+        made = dict(zip(self.names, self.recipe(*given.values()), strict=True))
+        return made["o"], replace(self.kept, arrays=given | made)
+
+
+def remember(kept: Kept, plan: Plan, known: dict[str, Any], projected: bool, mapped: bool) -> Again:
+    """What launches a plan again that was launched with the arguments ``known``."""
+    given = ("q", "k", "v", *(("proj",) if projected else ()), *(("classes",) if mapped else ()))
+    names = tuple(name for name in KEPT if name not in given and name in known and name != "proj")
+    return Again(of_sla(kept, plan, known, given, names), replace(kept, arrays={}), names)
+
+
+RECIPES = Recipes()
 
 
 def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, Any]:

@@ -154,8 +154,8 @@ def make_keys(
     d: int, element: str, feature_map: str, projected: bool = True, arch: str = "80", *, broken: str = ""
 ) -> Kernel:
     """``(k, v, proj, dstates, dk, dv, dv_l)``: k, v, dk, dv and dv_l ``[B, H, N, d]``, proj ``[d, d]`` with packed
-    rows, dstates ``[B, H, key tiles, d (d + 1)]``; dv_l is the gradient of V proj. A block for each key tile. ``projected``
-    False: proj is not read nor dv_l written, as proj is the identity."""
+    rows, dstates ``[B, H, key tiles, d (d + 1)]``; dv_l is the gradient of V proj. A block for each key tile.
+    ``projected`` False: proj is not read nor dv_l written, as proj is the identity."""
     row_bytes, state_bytes = 2 * BLOCK * d, 2 * d * d
     steps = make_row_steps(d, element, make_pull_back(feature_map), arch)
     features, project = make_features(d, element, feature_map, arch), make_project_rows(d, element, arch)

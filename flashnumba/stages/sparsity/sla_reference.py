@@ -225,7 +225,7 @@ def low_precision(
     Rounded to the dtype of q are what they hand to a tensor core or to one another: weights of the softmax and dS, phi,
     V proj, h_j, H_i, g, dH_i and dh_j, of which Z and dZ are the last rows, the gradient of V proj; and the linear part
     of a gradient before the other is added. H_i is a mean over tiles and not a sum, by a power of two, so that it stays
-    in range. rowsum(dO o O^s) is what is left of rowsum(dO o O) without the linear part's, so that O^s need not be kept.
+    in range. rowsum(dO o O^s) is what is left of rowsum(dO o O) without the linear part's: O^s need not be kept.
     """
     dtype, one = q.dtype, np.float32
     (m, n), d = (q.shape[-2], k.shape[-2]), q.shape[-1]
