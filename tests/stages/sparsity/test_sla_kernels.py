@@ -64,9 +64,12 @@ class Problem:
 def make(
     dtype: Any = np.float16, m: int = 100, n: int = 200, d: int = 64, causal: bool = False,
     feature_map: str = "softmax", form: str = "paper", projected: bool = True, shares: tuple[float, float] = SHARES,
+    apart: float = 0.0,
 ) -> Problem:  # fmt: skip
+    """``apart``: how far queries and keys lie from 0, on either side, so that all scores are below it."""
     rng = np.random.default_rng(5)
-    q, k, v, do = (rng.standard_normal((1, 1, rows, d)).astype(dtype) for rows in (m, n, n, m))
+    made = [rng.standard_normal((1, 1, rows, d)) for rows in (m, n, n, m)]
+    q, k, v, do = (x.astype(dtype) for x in (made[0] + apart, made[1] - apart, made[2], made[3]))
     proj = (rng.standard_normal((d, d)) / 8).astype(dtype) if projected else None
     shape = Shape(np.dtype(dtype).name, 1, 1, 1, m, n, d, causal, arch="90a")
     options = sla.check_options(*shares, feature_map, form, None, projected)
@@ -129,12 +132,17 @@ def solve(problem: Problem, seed: int = 0) -> Problem:
     return problem
 
 
+def copied(problem: Problem) -> dict[str, Any]:
+    """All arguments, none of which the problem sees written."""
+    return {name: x.copy() if isinstance(x, np.ndarray) else x for name, x in problem.known.items()}
+
+
 def copies(problem: Problem, kernel: str) -> dict[str, np.ndarray]:
     return {name: problem.known[name].copy() for name in RESULTS.get(kernel, ())}
 
 
 CASES = {
-    "paper": {},
+    "paper": {"apart": 1.5},
     "all, elu, bfloat16, causal": {
         "dtype": ml_dtypes.bfloat16, "feature_map": "elu", "form": "all", "causal": True, "projected": False, "m": 150,
         "n": 150,
@@ -162,7 +170,7 @@ def test_forward_and_gradients(name):
 @pytest.mark.parametrize("kernel", ["attend", "rows backward", "dk dv"])
 def test_the_same_bits_whatever_the_order_of_threads(kernel):
     good = solved()
-    known = dict(good.known) | {name: x.copy() for name, x in good.before[kernel].items()}
+    known = {**copied(good), **{name: x.copy() for name, x in good.before[kernel].items()}}
     run(next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}"), replace(good, known=known), 3)
     assert all(np.array_equal(known[name], x) for name, x in good.after[kernel].items())
 
@@ -264,8 +272,9 @@ def planted() -> list[tuple[str, str]]:
         "attend": [x for x in sla_forward.FAULTS if x != "causal"],
         "rows backward": sla_linear_backward.FAULTS, "keys backward": ("barrier", "wait"),
         "dq": [x for x in sla_backward.FAULTS if x != "causal"],
-        "dk dv": [x for x in sla_backward.FAULTS if x != "causal"], "project": ("barrier", "wait"),
+        "dk dv": [x for x in sla_backward.FAULTS if x not in ("causal", "tail")], "project": ("barrier", "wait"),
     }  # fmt: skip
+    # Of dk dv a missing row is a row of zeros with weight 1: it adds nothing.
     return [(kernel, fault) for kernel, names in faults.items() for fault in names]
 
 
@@ -297,7 +306,7 @@ def test_a_planted_fault_is_caught(kernel, fault):
     good = solved()
     launch = next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}")
     for seed in range(2 if fault in RACES else 1):
-        known = dict(good.known) | {name: x.copy() for name, x in good.before[kernel].items()}
+        known = {**copied(good), **{name: x.copy() for name, x in good.before[kernel].items()}}
         try:
             run(replace(launch, kernel=broken_kernel(kernel, fault)), replace(good, known=known), seed)
             found = [name for name, x in good.after[kernel].items() if not np.array_equal(known[name], x)]
@@ -311,6 +320,6 @@ def test_a_mask_that_is_one_key_off_is_caught():
     for launch in launches_of(problem):
         name = launch.kernel.name.removeprefix("sparsity.sla ")
         if name in ("attend", "dq", "dk dv"):
-            known = dict(problem.known) | {x: array.copy() for x, array in problem.before[name].items()}
+            known = {**copied(problem), **{x: array.copy() for x, array in problem.before[name].items()}}
             run(replace(launch, kernel=broken_kernel(name, "causal", "bfloat16")), replace(problem, known=known))
             assert all(not np.array_equal(known[x], array) for x, array in problem.after[name].items()), name
