@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashnumba.machine.numba import types
+from flashnumba.stages.gemm.waves import multiprocessors
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_gather, sla_linear_backward, sla_states
 from flashnumba.stages.sparsity.sla_lists import (
@@ -92,11 +93,12 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
     attend, lists = sla_forward.forward_tiles(d, shape.arch), ("lists", "counts", "weights")
+    resident = sla_states.states_blocks(options.projected) * multiprocessors()
     launches = [
         Launch(
-            sla_states.make_states(d, element, options.feature_map, options.projected, arch),
-            (j + (0 if given else i)) * all_heads, 128, sla_states.states_shared(d, options.projected),
-            ("q", "k", "v", "proj", "q_means", "k_means", "states"),
+            sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch),
+            min(sla_states.states_items(i * all_heads, j * all_heads, not given), resident), 128,
+            sla_states.states_shared(d, options.projected), ("q", "k", "v", "proj", "q_means", "k_means", "states"),
         ),
     ]  # fmt: skip
     if given:
