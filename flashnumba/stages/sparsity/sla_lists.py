@@ -44,11 +44,10 @@ MOST = 0xFFFFFFFF
 KEY_THREADS = 128
 AHEAD = 8
 """Row tiles whose class a thread of ``key_lists`` loads before it looks at the first of them."""
-ROWS = 8
-"""Row tiles a block of ``classify``, and its warps."""
-CLASSIFY_THREADS = 32 * ROWS
-MEANS_AHEAD = 16
-"""Numbers of a mean of keys that a lane loads before it multiplies the first."""
+ROWS = (8, 16)
+"""Row tiles a block of ``classify``: with up to 512 key tiles as many as it has warps, and then more, as the means of
+keys come from L2 once for all of them."""
+CLASSIFY_THREADS = 256
 MOST_GUESSES = 64 * 1024
 """Bytes of guesses in shared memory up to which a block has more than one row tile."""
 
@@ -135,7 +134,8 @@ def make_enter(element: str, form: str, arch: str) -> DeviceFunction:
 
 def classify_rows(tiles: int) -> int:
     """Row tiles of a block of ``classify`` for so many key tiles; each has 4 bytes of shared memory for each."""
-    return next((rows for rows in (ROWS, ROWS // 2, ROWS // 4) if 4 * rows * tiles <= MOST_GUESSES), 1)
+    most = ROWS[tiles > 512]
+    return next((rows for rows in (most, most // 2, most // 4, most // 8) if 4 * rows * tiles <= MOST_GUESSES), 1)
 
 
 def classify_shared(tiles: int, d: int) -> int:
@@ -146,7 +146,7 @@ def classify_shared(tiles: int, d: int) -> int:
 
 @cache
 def make_classify(
-    d: int, element: str, form: str = "paper", rows: int = ROWS, arch: str = "80", *, broken: str = ""
+    d: int, element: str, form: str = "paper", rows: int = ROWS[0], arch: str = "80", *, broken: str = ""
 ) -> Kernel:  # fmt: skip
     """``(q_means, k_means, classes, lists, counts, weights, rows, keys, critical, negligible, unit, causal)``: means
     float32 ``[B, H, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32 as classes, counts int32
@@ -164,56 +164,38 @@ def make_classify(
     groups, numbers = pitch // 4, pitch * d
     enter = make_enter(element, form, arch)
     waits, meets, all_ties = broken != "wait", broken != "barrier", broken == "ties"
+    # Registers for as many blocks a multiprocessor, and numbers of a mean that a lane loads before it takes the first.
+    blocks, ahead = (3, 8) if rows > ROWS[0] else (4, 16)
 
     @device
     def guess(guesses, means, k_from, tiles, seen, first, lane):
         """Of 32 key tiles, the guesses of all rows of the block."""
         total = cuda.local.array(pitch, float32)
         mean = cuda.local.array(4, float32)
-        ahead = cuda.local.array(MEANS_AHEAD, float32)
+        loaded = cuda.local.array(ahead, float32)
         j = int32(first + lane)
         at = min(j, int32(seen - int32(1)))
         for r in range(pitch):
             total[r] = float32(0)
-        for c in range(int32(0), int32(d), int32(MEANS_AHEAD)):
-            for i in range(MEANS_AHEAD):
-                ahead[i] = k_from[int64(c + int32(i)), int64(at)]
-            for i in range(MEANS_AHEAD):
+        for c in range(int32(0), int32(d), int32(ahead)):
+            for i in range(ahead):
+                loaded[i] = k_from[int64(c + int32(i)), int64(at)]
+            for i in range(ahead):
                 for g in range(groups):
                     ld_shared_v4_f32(mean, 0, means + uint32(4 * pitch) * uint32(c + int32(i)) + uint32(16 * g))
                     for r in range(4):
-                        total[4 * g + r] = cuda.fma(mean[r], ahead[i], total[4 * g + r])
+                        total[4 * g + r] = cuda.fma(mean[r], loaded[i], total[4 * g + r])
         if j < seen:
             for r in range(rows):
                 guesses[int32(r) * tiles + j] = in_order(total[r])
 
-    @kernel(threads=CLASSIFY_THREADS, min_blocks=4, arch=arch, name="sparsity.sla classify")
-    def classify(q_means, k_means, classes, lists, counts, weights, m, n, critical, negligible, unit, causal):
-        guesses = cuda.shared.array(0, uint32)
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        row_tiles, tiles = classes.shape[2], int32(classes.shape[3])
-        batch, head, part = piece_of(cuda.blockIdx.x, (row_tiles + (rows - 1)) // rows, classes.shape[1])
-        means = (shared_address(guesses) + uint32(4 * rows) * uint32(tiles) + uint32(15)) & uint32(0xFFFFFFF0)
-        last = min((part + 1) * rows, row_tiles)
-        most = n
-        if causal != 0:
-            most = min(n, max(int64(0), min(last * BLOCK, m) + n - m))
-        most = int32((most + (BLOCK - 1)) // BLOCK)
-        for i in range(int32(cuda.threadIdx.x), int32(numbers), int32(CLASSIFY_THREADS)):
-            row = min(part * rows + int64(i % int32(pitch)), row_tiles - 1)
-            st_shared_f32(means + uint32(4) * uint32(i), q_means[batch, head, int64(i // int32(pitch)), row])
-        if waits:
-            cuda.syncthreads()  # the means of all rows are there
-        k_from = k_means[batch, head]
-        for first in range(int32(32) * warp, most, int32(32 * warps)):
-            guess(guesses, means, k_from, tiles, most, first, lane)
-        if meets:
-            cuda.syncthreads()  # the guesses of all key tiles are there; there is no barrier of the block from here on
-        tile = part * rows + int64(warp)
-        if warp >= int32(rows) or tile >= row_tiles:
-            return
-
-        keys, end, whole = guesses[int32(warp) * tiles :], n, n
+    @device
+    def sort(
+        keys, classes, lists, counts, weights, batch, head, tile, m, n, critical, negligible, unit, causal, lane
+    ):  # fmt: skip
+        """Classes of a row tile's key tiles, by a warp, and what follows from them."""
+        tiles = int32(classes.shape[3])
+        end, whole = n, n
         if causal != 0:
             end = min(n, max(int64(0), min((tile + 1) * BLOCK, m) + n - m))
             whole = min(n, max(int64(0), tile * BLOCK + 1 + n - m))
@@ -255,6 +237,37 @@ def make_classify(
             at = enter(found, j, mine, of_row, tile, at, unit, lane)
         if lane == 0:
             counts[batch, head, tile] = at
+
+    @kernel(threads=CLASSIFY_THREADS, min_blocks=blocks, arch=arch, name="sparsity.sla classify")
+    def classify(q_means, k_means, classes, lists, counts, weights, m, n, critical, negligible, unit, causal):
+        guesses = cuda.shared.array(0, uint32)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        row_tiles, tiles = classes.shape[2], int32(classes.shape[3])
+        batch, head, part = piece_of(cuda.blockIdx.x, (row_tiles + (rows - 1)) // rows, classes.shape[1])
+        means = (shared_address(guesses) + uint32(4 * rows) * uint32(tiles) + uint32(15)) & uint32(0xFFFFFFF0)
+        last = min((part + 1) * rows, row_tiles)
+        most = n
+        if causal != 0:
+            most = min(n, max(int64(0), min(last * BLOCK, m) + n - m))
+        most = int32((most + (BLOCK - 1)) // BLOCK)
+        for i in range(int32(cuda.threadIdx.x), int32(numbers), int32(CLASSIFY_THREADS)):
+            row = min(part * rows + int64(i % int32(pitch)), row_tiles - 1)
+            st_shared_f32(means + uint32(4) * uint32(i), q_means[batch, head, int64(i // int32(pitch)), row])
+        if waits:
+            cuda.syncthreads()  # the means of all rows are there
+        k_from = k_means[batch, head]
+        for first in range(int32(32) * warp, most, int32(32 * warps)):
+            guess(guesses, means, k_from, tiles, most, first, lane)
+        if meets:
+            cuda.syncthreads()  # the guesses of all key tiles are there; there is no barrier of the block from here on
+        for row in range(warp, int32(rows), int32(warps)):
+            tile = part * rows + int64(row)
+            if tile < row_tiles:
+                keys = guesses[int32(row) * tiles :]
+                sort(
+                    keys, classes, lists, counts, weights, batch, head, tile, m, n, critical, negligible, unit, causal,
+                    lane,
+                )  # fmt: skip
 
     return classify
 
