@@ -15,6 +15,7 @@ from flashnumba.machine import launcher
 from flashnumba.machine.arrays import element_dtype, host_view
 from flashnumba.machine.emulator import Fault
 from flashnumba.stages import heads
+from flashnumba.stages.backward.reference import dense
 from flashnumba.stages.flash_forward.mma import make_mma
 from flashnumba.stages.heads import Launch, Shape
 from flashnumba.stages.sparsity import (
@@ -177,17 +178,17 @@ def test_the_same_bits_whatever_the_order_of_threads(kernel):
     assert all(np.array_equal(known[name], x) for name, x in good.after[kernel].items())
 
 
-def test_all_critical_is_dense_attention_bit_for_bit():
-    problem = make(shares=(1.0, 0.0))
-    plan = sla.plan_forward(problem.shape, problem.options)
-    for launch in plan.launches:
-        run(launch, problem)
-    assert (problem.known["counts"] == 4).all()
+def test_all_critical_is_dense_attention_bit_for_bit_and_its_gradients_within_the_budget():
+    problem = solve(make(m=64, n=100, shares=(1.0, 0.0), projected=False))
+    assert (problem.known["counts"] == 2).all()
+    assert problem.check(GRADIENTS[:3]) == ""
+    exact = dense(*(problem.known[x] for x in ("q", "k", "v", "do")))
+    assert all(np.allclose(a, b, atol=1e-12) for a, b in zip(problem.gradients, exact, strict=False))
     tiles = sla_forward.forward_tiles(64)
     o, lse = nan(problem.known["o"].shape, "float16"), nan(problem.known["lse"].shape, "float32")
     known = {**problem.known, "o": o, "lse": lse}
     args = tuple(known[name] for name in heads.ARGUMENTS)
-    launcher.launch(make_mma(tiles, "float16"), 2, tiles.threads, args, shared=tiles.shared, machine="emulator")
+    launcher.launch(make_mma(tiles, "float16"), 1, tiles.threads, args, shared=tiles.shared, machine="emulator")
     assert np.array_equal(problem.known["o"], o)
     assert np.array_equal(problem.known["lse"], lse)
 
