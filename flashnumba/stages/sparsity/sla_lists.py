@@ -5,7 +5,8 @@
     loaded once for all of the block's rows, and so is most of the traffic gone. Then each warp has a row tile. Its two
     limits, the k-th greatest guess for two k, are found together, bit by bit from the top: of 32 bits that order as the
     float does, the greatest prefix that at least k guesses reach. It ends as soon as exactly k reach it, after about 16
-    passes over guesses in shared memory, with no sort, and exact. Equal guesses are taken in order.
+    passes over guesses, which up to 512 key tiles are in registers: with no sort, and exact. Equal guesses are taken in
+    order.
 ``row_lists``
     What ``classify`` does at its end, for a map of the caller's: of a row tile its critical tiles in order, packed, how
     many they are, and the row of the 0/1 matrix by which the states of the linear part are summed on tensor cores,
@@ -38,7 +39,8 @@ from flashnumba.stages.sparsity.sla_products import piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK, CUT, FORMS, MILLION, UNSEEN
 from flashnumba.tiles.elements import scalar
 
-__all__ = ["CLASSIFY_THREADS", "classify_rows", "classify_shared", "make_classify", "make_key_lists", "make_row_lists"]
+__all__ = ["CLASSIFY_THREADS", "classify_held", "classify_rows", "classify_shared", "make_classify", "make_key_lists",
+           "make_row_lists"]  # fmt: skip
 
 MOST = 0xFFFFFFFF
 KEY_THREADS = 128
@@ -73,39 +75,66 @@ def over_lanes(x):
     return x
 
 
-@device
-def reaching(keys, seen, first, other, lane):
-    """How many of the first ``seen`` keys, fewer than 2^16, are at least ``first`` (upper half) and at least ``other``
-    (lower half)."""
-    found = uint32(0)
-    for j in range(int32(lane), int32(seen), int32(32)):
-        key = keys[j]
-        if key >= first:
-            found = uint32(found + uint32(65536))
-        if key >= other:
-            found = uint32(found + uint32(1))
-    return over_lanes(found)
+@cache
+def make_limits(held: int) -> tuple[DeviceFunction, DeviceFunction, DeviceFunction]:
+    """``(hold, reaching, limits)`` over the keys of a row tile, of which there are ``seen``, fewer than 2^16.
 
+    ``hold(mine, keys, seen, lane)`` loads a lane's keys; ``reaching(mine, keys, seen, first, other, lane)`` counts
+    those that are at least ``first`` (upper half) and at least ``other`` (lower half); ``limits(mine, keys, seen, high,
+    low, lane)`` gives two limits, which ``high`` and ``low`` of the keys reach: of those that do, all greater ones
+    count and as many equal ones as are missing. 2^32 - 1 for none.
 
-@device
-def limits(keys, seen, high, low, lane):
-    """Two limits, which ``high`` and ``low`` of the first ``seen`` keys reach: of those that do, all greater ones count
-    and as many equal ones as are missing. 2^32 - 1 for none."""
-    first = uint32(0) if high > int32(0) else uint32(MOST)
-    other = uint32(0) if low > int32(0) else uint32(MOST)
-    first_open, other_open = high > int32(0), low > int32(0)
-    bit = uint32(0x80000000)
-    while bit != uint32(0) and (first_open or other_open):
-        found = reaching(keys, seen, uint32(first | bit), uint32(other | bit), lane)
-        reach, reach_other = int32(found >> uint32(16)), int32(found & uint32(0xFFFF))
-        if first_open and reach >= high:
-            first = uint32(first | bit)
-            first_open = reach > high
-        if other_open and reach_other >= low:
-            other = uint32(other | bit)
-            other_open = reach_other > low
-        bit = uint32(bit >> uint32(1))
-    return first, other
+    Args:
+        held: keys of a lane that ``mine``, registers, has; 0: they are read from ``keys``, shared memory, each time.
+    """
+
+    @device
+    def hold(mine, keys, seen, lane):
+        for i in range(held):
+            mine[i] = keys[lane + int32(32 * i)] if lane + int32(32 * i) < seen else uint32(0)
+
+    @device
+    def in_registers(mine, keys, seen, first, other, lane):
+        found = uint32(0)
+        for i in range(held):  # what is not there is 0, and less than any limit
+            if mine[i] >= first:
+                found = uint32(found + uint32(65536))
+            if mine[i] >= other:
+                found = uint32(found + uint32(1))
+        return over_lanes(found)
+
+    @device
+    def in_shared(mine, keys, seen, first, other, lane):
+        found = uint32(0)
+        for j in range(int32(lane), int32(seen), int32(32)):
+            key = keys[j]
+            if key >= first:
+                found = uint32(found + uint32(65536))
+            if key >= other:
+                found = uint32(found + uint32(1))
+        return over_lanes(found)
+
+    reaching = in_registers if held else in_shared
+
+    @device
+    def limits(mine, keys, seen, high, low, lane):
+        first = uint32(0) if high > int32(0) else uint32(MOST)
+        other = uint32(0) if low > int32(0) else uint32(MOST)
+        first_open, other_open = high > int32(0), low > int32(0)
+        bit = uint32(0x80000000)
+        while bit != uint32(0) and (first_open or other_open):
+            found = reaching(mine, keys, seen, uint32(first | bit), uint32(other | bit), lane)
+            reach, reach_other = int32(found >> uint32(16)), int32(found & uint32(0xFFFF))
+            if first_open and reach >= high:
+                first = uint32(first | bit)
+                first_open = reach > high
+            if other_open and reach_other >= low:
+                other = uint32(other | bit)
+                other_open = reach_other > low
+            bit = uint32(bit >> uint32(1))
+        return first, other
+
+    return hold, reaching, limits
 
 
 @cache
@@ -138,6 +167,11 @@ def classify_rows(tiles: int) -> int:
     return next((rows for rows in (most, most // 2, most // 4, most // 8) if 4 * rows * tiles <= MOST_GUESSES), 1)
 
 
+def classify_held(tiles: int) -> int:
+    """Keys of a lane that ``classify`` has in registers for so many key tiles; 0 where they are too many."""
+    return next((held for held in (8, 16) if tiles <= 32 * held), 0)
+
+
 def classify_shared(tiles: int, d: int) -> int:
     """Bytes of dynamic shared memory of ``classify``."""
     rows = classify_rows(tiles)
@@ -146,7 +180,8 @@ def classify_shared(tiles: int, d: int) -> int:
 
 @cache
 def make_classify(
-    d: int, element: str, form: str = "paper", rows: int = ROWS[0], arch: str = "80", *, broken: str = ""
+    d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, arch: str = "80", *,
+    broken: str = ""
 ) -> Kernel:  # fmt: skip
     """``(q_means, k_means, classes, lists, counts, weights, rows, keys, critical, negligible, unit, causal)``: means
     float32 ``[B, H, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32 as classes, counts int32
@@ -156,13 +191,13 @@ def make_classify(
     A block for each ``rows`` row tiles of a head, :data:`CLASSIFY_THREADS` threads and :func:`classify_shared` bytes.
 
     Args:
-        rows: of :func:`classify_rows`.
+        rows, held: of :func:`classify_rows` and :func:`classify_held`.
         broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"``
             (of equal guesses all are taken).
     """
     pitch, warps = max(4, rows), CLASSIFY_THREADS // 32
     groups, numbers = pitch // 4, pitch * d
-    enter = make_enter(element, form, arch)
+    enter, (hold, reaching, limits), size = make_enter(element, form, arch), make_limits(held), max(1, held)
     waits, meets, all_ties = broken != "wait", broken != "barrier", broken == "ties"
     # Registers for as many blocks a multiprocessor, and numbers of a mean that a lane loads before it takes the first.
     blocks, ahead = (3, 8) if rows > ROWS[0] else (4, 16)
@@ -207,10 +242,12 @@ def make_classify(
                 keys[j] = uint32(MOST)
         most = max(int32(-((-critical * int64(seen)) // MILLION)), cut)
         some = int32(seen - min(int32(negligible * int64(seen) // MILLION), int32(seen - most)))
-        high, low = limits(keys, seen, most, some, lane)
+        own = cuda.local.array(size, uint32)
+        hold(own, keys, seen, lane)
+        high, low = limits(own, keys, seen, most, some, lane)
         # Of the keys that equal a limit, as many are within as are missing; the first ones.
         after_high, after_low = uint32(min(high, uint32(MOST - 1)) + 1), uint32(min(low, uint32(MOST - 1)) + 1)
-        beyond = reaching(keys, seen, after_high, after_low, lane)
+        beyond = reaching(own, keys, seen, after_high, after_low, lane)
         high_left = int32(most - int32(beyond >> uint32(16))) if high != uint32(MOST) else most
         low_left = int32(some - int32(beyond & uint32(0xFFFF))) if low != uint32(MOST) else some
         if all_ties:

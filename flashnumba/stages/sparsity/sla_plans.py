@@ -17,6 +17,7 @@ from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_gather, sl
 from flashnumba.stages.sparsity.sla_lists import (
     CLASSIFY_THREADS,
     KEY_THREADS,
+    classify_held,
     classify_rows,
     classify_shared,
     make_classify,
@@ -108,8 +109,8 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
         rows, shares = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
         launches.append(
             Launch(
-                make_classify(d, element, options.form, rows, arch), -(-i // rows) * all_heads, CLASSIFY_THREADS,
-                classify_shared(j, d), ("q_means", "k_means", "classes", *lists, *shares),
+                make_classify(d, element, options.form, rows, classify_held(j), arch), -(-i // rows) * all_heads,
+                CLASSIFY_THREADS, classify_shared(j, d), ("q_means", "k_means", "classes", *lists, *shares),
             )
         )  # fmt: skip
     launches += [

@@ -258,7 +258,9 @@ def test_equal_guesses_are_taken_in_order():
             left = nan((1, 1, 2, 40), "int8"), nan((1, 1, 2, 40), "int32"), nan((1, 1, 2), "int32")
             weights = nan((1, 1, 2, 40), "float16")
             shares = *(np.int64(x) for x in (128, 2560, 300_000, 300_000)), np.float32(0.25), np.int32(causal)
-            kernel = sla_lists.make_classify(64, "float16", rows=2 if fault else 16, broken=fault)
+            kernel = sla_lists.make_classify(
+                64, "float16", rows=2 if fault else 16, held=0 if causal else 8, broken=fault
+            )
             launcher.launch(kernel, 1, sla_lists.CLASSIFY_THREADS, (*means, *left, weights, *shares),
                             shared=8192, machine="emulator")  # fmt: skip
             classes, lists, counts = left
