@@ -23,6 +23,7 @@ from tests.stages.sparsity.sparse_cases import data, dense_bits, judge, right, r
 
 TWO = AttentionTiles(32, 32, 16, warps=2, slots=2, lazy=True)
 ONE = AttentionTiles(32, 32, 16, warps=2)
+WIDE = AttentionTiles(64, 128, 32, warps=8, slots=4, lazy=True)
 STEP = AttentionTiles(32, 16, 64, warps=1, q_held=2)
 WIDE_STEP = AttentionTiles(32, 32, 64, warps=2)
 THRESHOLD = 0.02
@@ -41,7 +42,7 @@ def skipping(vote, keep_sum=False, tiles=TWO, broken=""):
     return partial(mma.plan_skip, vote=vote, keep_sum=keep_sum, noted=True, tiles=tiles, broken=broken)
 
 
-@pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one slot", "two slots"])
+@pytest.mark.parametrize("tiles", [ONE, TWO, WIDE], ids=["one slot", "two slots", "pairs"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_left_out_and_what_comes_of_it(machine, tiles, method, causal):
