@@ -41,7 +41,6 @@ from flashnumba.sparse import PUBLISHED, calibrate
 from flashnumba.stages import heads
 from flashnumba.stages.sparsity import (
     SPARGE,
-    low_precision,
     mma,
     panels,
     predict,
@@ -361,7 +360,7 @@ threshold = 0.02
 s = reference.scores(q, k)
 wanted = reference.skip(s, tiles.bm, tiles.bn, threshold)
 kept = reference.expand(wanted, tiles.bm, tiles.bn, *s.shape[-2:])
-ideal, rounded_o = reference.attend(s, v, kept)[0], low_precision(s, v, kept, kept).astype(np.float16)
+ideal, rounded_o = reference.attend(s, v, kept)[0], reference.low_precision(q, k, v, kept)[0]
 
 
 def go(broken: str = "") -> str:

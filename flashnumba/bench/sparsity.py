@@ -94,14 +94,16 @@ class SparseJudge:
             for head in spread(shape.heads, 3):
                 first, last = unit * rows, min((unit + 1) * rows, shape.m)
                 end = last + shape.n - shape.m if shape.causal else shape.n
-                some = q[:1, head : head + 1, first:last].float().cpu().numpy()
-                keys, values = (x[:1, head // shape.group, None, :end].float().cpu().numpy() for x in (k, v))
+                some = _on_host(q[:1, head : head + 1, first:last], shape.element)
+                keys, values = (_on_host(x[:1, head // shape.group, None, :end], shape.element) for x in (k, v))
                 tiles = tile_map[:1, head : head + 1, unit : unit + 1].cpu().numpy()
                 s = R.scores(some, keys, heads.scale, shape.causal)
                 kept = R.expand(tiles == COMPUTED, rows, bn, s.shape[-2], -(-end // bn) * bn)[..., :end]
                 summed = np.ones_like(kept) if method.options.get("keep_sum") else kept
-                exact, lse = R.attend(s, values, kept & ~np.isneginf(s), summed)
-                self.known.append((head, slice(first, last), exact, lse, *_low(s, values, kept, summed, shape.element)))
+                kept, summed = kept & ~np.isneginf(s), summed & ~np.isneginf(s)
+                exact, lse = R.attend(s, values, kept, summed)
+                low = R.low_precision(some, keys, values, kept, summed, heads.scale)
+                self.known.append((head, slice(first, last), exact, lse, *low))
 
     def __call__(self, result: Any) -> Comparison:
         o, lse = result
@@ -114,18 +116,6 @@ class SparseJudge:
         if bad is None:
             check_written(self.torch, o, lse)
         return bad or max(found[::2], key=lambda verdict: verdict.error)
-
-
-def _low(
-    s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray, element: str
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """The same (o, lse) with weights and results rounded as a kernel has them, and sums in float32, key after key."""
-    s = np.where(summed, s, -np.inf).astype(np.float32)
-    top = s.max(-1, keepdims=True)
-    p = np.exp(s - top)
-    total = np.cumsum(p, -1, dtype=np.float32)[..., -1:]
-    o = rounded(np.where(kept, p, 0), element).astype(np.float32) @ v / total
-    return rounded(o, element), (top + np.log(total))[..., 0]
 
 
 def measure(
@@ -251,17 +241,22 @@ class DecodeJudge:
     def __init__(self, torch: Any, inputs: tuple[Any, Any, Any], tile_map: Any, shape: Any) -> None:
         self.torch, self.heads = torch, slice(0, shape.group)
         q, k, v = inputs
-        some = q[:1, self.heads].float().cpu().numpy()
-        keys, values = (x[:1, :1].float().cpu().numpy() for x in (k, v))
+        some = _on_host(q[:1, self.heads], shape.element)
+        keys, values = (_on_host(x[:1, :1], shape.element) for x in (k, v))
         s = R.scores(some, keys)
         tiles = tile_map[:1, :1, :1].cpu().numpy() == COMPUTED
         kept = np.broadcast_to(np.repeat(tiles, TILE, -1)[..., : shape.n], s.shape)
-        self.exact, self.low = R.attend(s, values, kept)[0], _low(s, values, kept, kept, shape.element)[0]
+        self.exact, self.low = R.attend(s, values, kept)[0], R.low_precision(some, keys, values, kept)[0]
 
     def __call__(self, result: Any) -> Comparison:
         o, lse = result
         check_written(self.torch, o, lse)
         return compare(rounded(o[:1, self.heads].float().cpu().numpy(), "float16"), self.exact, self.low)
+
+
+def _on_host(x: Any, element: str) -> np.ndarray:
+    """A tensor as a NumPy array of its own 16-bit type."""
+    return rounded(x.float().cpu().numpy(), element)
 
 
 def _left_out(tile_map: Any, shape: Any, tiles: Any, vote: str) -> float:

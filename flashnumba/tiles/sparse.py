@@ -67,9 +67,9 @@ def make_sparse_attend(
     """
     if tiles.slots == 3 or tiles.nbytes != 2 or tiles.kv_bytes:
         raise ValueError(f"tiles are {tiles}; sparse attention takes one, two or four slots and 16-bit elements")
-    if tiles.warps > voters(tiles) and (listed or tiles.slots == 1) or listed and tiles.slots == 4:
+    if (tiles.warps > voters(tiles) and (listed or tiles.slots == 1)) or (listed and tiles.slots == 4):
         raise ValueError(
-            f"tiles are {tiles}; more than {voters(tiles)} warps take two or four slots, and lists neither them nor four"
+            f"tiles are {tiles}; more than {voters(tiles)} warps take two or four slots, and lists neither of these"
         )
     if vote not in VOTES or (keep_sum and vote != "warp"):
         raise ValueError(f"vote is {vote!r} and keep_sum {keep_sum}; a sum is kept by warp, votes are {VOTES}")
@@ -171,10 +171,8 @@ def make_sparse_attend(
         last, numbers = (end + (bn - 1)) // bn, uint64(0)
         mine = last
         if grouped:  # those who vote together do not look at what the rows below them alone see
-            end, whole = seen_keys(
-                row0 + int64(cuda.threadIdx.x >> 5) * (16 * frags) // group_rows * group_rows, group_rows, n_rows, offset,
-                causal, next_row,
-            )  # fmt: skip
+            first = row0 + int64(cuda.threadIdx.x >> 5) * (16 * frags) // group_rows * group_rows
+            end, whole = seen_keys(first, group_rows, n_rows, offset, causal, next_row)
             mine = (end + (bn - 1)) // bn
         if listed:
             row_tile = (batch * q.shape[1] + head) * counts.shape[2] + block
@@ -228,7 +226,7 @@ def make_sparse_attend(
             if not pairs or i & 1 == 0:
                 wait()
                 if not no_barrier:
-                    cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or last votes
+                    cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or old votes
                 if pairs:
                     key = (i + 2) * bn
                 if slots > 1:

@@ -9,7 +9,7 @@ from flashnumba.machine import launcher
 from flashnumba.machine.arrays import host_view
 from flashnumba.stages import heads
 from flashnumba.stages.heads import Shape
-from flashnumba.stages.sparsity import low_precision, problem
+from flashnumba.stages.sparsity import problem
 from flashnumba.stages.sparsity import reference as R
 from tests.stages.flash_forward.attention_cases import junk
 from tests.stages.rowwise import NAN
@@ -80,9 +80,8 @@ def judge(results, qkv, kept, *, summed=None, causal=False, scale=None):
     kept = kept & ~np.isneginf(s)
     summed = kept if summed is None else summed & ~np.isneginf(s)
     o, lse = R.attend(s, v, kept, summed)
-    low = low_precision(s, v, kept, summed).astype(q.dtype)
-    finite = np.where(np.isneginf(lse), 0, lse)
-    return compare(results[0], o, low), compare(results[1], lse, np.where(np.isneginf(lse), lse, finite + 1e-5))
+    o_low, lse_low = R.low_precision(q, k, v, kept, summed, scale)
+    return compare(results[0], o, o_low), compare(results[1], lse, lse_low)
 
 
 def right(results, qkv, kept, **more) -> bool:
