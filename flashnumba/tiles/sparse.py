@@ -226,7 +226,7 @@ def make_sparse_attend(
             if not pairs or i & 1 == 0:
                 wait()
                 if not no_barrier:
-                    cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or old votes
+                    cuda.syncthreads()  # K_j (and V_j) are there; nobody reads the slots filled next, or old votes
                 if pairs:
                     key = (i + 2) * bn
                 if slots > 1:
