@@ -11,10 +11,12 @@ from flashnumba.stages import heads
 from flashnumba.stages.heads import Shape
 from flashnumba.stages.sparsity import problem
 from flashnumba.stages.sparsity import reference as R
+from flashnumba.tiles.sparse import COMPUTED
+from flashnumba.tiles.sparse_split import TILE
 from tests.stages.flash_forward.attention_cases import junk
 from tests.stages.rowwise import NAN
 
-__all__ = ["data", "dense_bits", "judge", "right", "run"]
+__all__ = ["data", "dense_bits", "judge", "kept_by", "right", "run"]
 
 
 def data(
@@ -92,3 +94,14 @@ def dense_bits(results, dense) -> None:
     """Every bit of o and lse as the dense kernel's."""
     for got, wanted in zip(results[:2], dense, strict=True):
         np.testing.assert_array_equal(got.view(np.uint16), wanted.view(np.uint16))
+
+
+def kept_by(tile_map, heads, m, n, bm):
+    """Which scores decoding computes, ``[1, heads, m, n]``, from its map of packed rows."""
+    group = heads // tile_map.shape[1]
+    kept = np.zeros((1, heads, m, n), bool)
+    for h in range(heads):
+        for row in range(m):
+            block = (row * group + h % group) // bm
+            kept[0, h, row] = np.repeat(tile_map[0, h // group, block] == COMPUTED, TILE)[:n]
+    return kept

@@ -17,9 +17,8 @@ from flashnumba.stages.sparsity import reference as R
 from flashnumba.stages.sparsity.problem import limit_of
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
-from flashnumba.tiles.sparse_split import TILE
 from flashnumba.tiles.split import SPLIT_ARGS
-from tests.stages.sparsity.sparse_cases import data, dense_bits, judge, right, run
+from tests.stages.sparsity.sparse_cases import data, dense_bits, judge, kept_by, right, run
 
 TWO = AttentionTiles(32, 32, 16, warps=2, slots=2, lazy=True)
 ONE = AttentionTiles(32, 32, 16, warps=2)
@@ -166,17 +165,6 @@ def decoding(tiles=STEP, splits=2, broken=""):
     return partial(decode.plan_decode, noted=True, tiles=tiles, splits=splits, broken=broken)
 
 
-def kept_by(tile_map, heads, m, n, bm):
-    """Scores of each head and row, from the map of packed rows."""
-    group = heads // tile_map.shape[1]
-    kept = np.zeros((1, heads, m, n), bool)
-    for h in range(heads):
-        for row in range(m):
-            block = (row * group + h % group) // bm
-            kept[0, h, row] = np.repeat(tile_map[0, h // group, block] == COMPUTED, TILE)[:n]
-    return kept
-
-
 @pytest.mark.parametrize("tiles, heads, m, causal", [(STEP, 4, 1, False), (STEP, 2, 3, True), (WIDE_STEP, 8, 7, True)])
 def test_decoding(machine, tiles, heads, m, causal):
     qkv = data(m, 300, heads=heads, kv_heads=2, stretch=(4, 32))
@@ -211,3 +199,25 @@ def test_planted_faults_of_decoding(broken):
         return
     same = np.array_equal(made["tile_map"], sound[2]["tile_map"])
     assert not same or not right((o, lse), qkv, kept_by(made["tile_map"], 8, 7, 300, 32))
+
+
+# -- on a GPU alone ----------------------------------------------------------------------------------------------------
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["blasst", "warp_skip", "warp_skip_sum", "block_sparse", "sparge", "decode"])
+def test_the_same_bits_every_time(name):
+    """Twenty runs with the tiles of real problems, each of which leaves something out."""
+    m = 2 if name == "decode" else 1100
+    qkv = data(m, 1500, 128, heads=4, kv_heads=2, stretch=(4, 32) if m == 2 else (128, 64))
+    given = {"limit": limit_of(THRESHOLD), "mask": np.tril(np.ones((1, 4, 9, 24), np.uint8))}
+    plan = {
+        "blasst": partial(mma.plan_skip, vote="block"), "warp_skip": partial(mma.plan_skip, vote="warp"),
+        "warp_skip_sum": partial(mma.plan_skip, vote="warp", keep_sum=True), "block_sparse": mma.plan_blocks,
+        "sparge": partial(mma.plan_sparge, vote="warp"), "decode": decode.plan_decode,
+    }[name]  # fmt: skip
+    if name == "sparge":
+        given = {"limit": limit_of(THRESHOLD), "alike": 0.3, "kept": 0.7, "sink": 1}
+    runs = [run(partial(plan, noted=True), qkv, given, machine="cuda") for _ in range(20)]
+    assert (runs[0][2]["tile_map"] != COMPUTED).any()
+    for o, lse, made in runs[1:]:
+        dense_bits((o, lse), runs[0][:2])
+        np.testing.assert_array_equal(made["tile_map"], runs[0][2]["tile_map"])
