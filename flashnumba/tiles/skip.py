@@ -43,10 +43,10 @@ VOTES = ("", "warp", "block")
 FEWEST = -190.0
 """The smallest limit but -inf. Rows that are not there lie below it."""
 OUT = 200.0
-FAULTS = ("tile_wide", "unscaled", "first", "alone", "vote_barrier", "stale_flag", "padding")
+FAULTS = ("tile_wide", "unscaled", "first", "alone", "vote_barrier", "stale_flag", "one_turn", "padding")
 """What can be planted: one maximum for all rows; a difference of unscaled scores; a first tile that may be left out;
-block votes that nobody asks the others about; the barrier of the vote; words that are not of this tile; rows beyond the
-last that vote."""
+block votes that nobody asks the others about; the barrier of the vote; words that are not of this tile; words and
+barrier of a step for the next too, though no barrier lies between; rows beyond the last that vote."""
 BARRIER = 1
 """The first named barrier of votes."""
 
@@ -112,7 +112,7 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
             lies between two steps, or with four slots, and two turns, between a pair of steps and the next. ``step``
             counts from 1, uint32.
     """
-    each, warps, turns = voters(tiles), tiles.warps, 2 if tiles.slots == 4 else 1
+    each, warps, turns = voters(tiles), tiles.warps, 2 if tiles.slots == 4 and broken != "one_turn" else 1
     threads, several = 32 * each, tiles.warps > each
     waits, fixed = broken != "vote_barrier", broken == "stale_flag"
 
