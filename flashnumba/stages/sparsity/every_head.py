@@ -112,10 +112,10 @@ def table(heads: Sequence[tuple[int, int]] | None = None, shares: Sequence[float
 
 def main(target: str = "docs/results/every_head.json") -> None:
     """Write the table of all heads."""
-    facts = {"title": "Sparsity, every real head", "device": "none, NumPy in float64", "date": str(date.today())}
-    facts |= {"tile": f"{TILE[0]} x {TILE[1]}"}
+    facts = {"device": "none, NumPy in float64", "date": str(date.today()), "tile": f"{TILE[0]} x {TILE[1]}"}
+    held = {"title": "Sparsity, every real head", "environment": facts}
     rows = ",\n  ".join(json.dumps(row) for row in table())
-    head = json.dumps(facts, indent=1)[:-2]
+    head = json.dumps(held, indent=1)[:-2]
     Path(target).write_text(f'{head},\n "heads": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
 
 
