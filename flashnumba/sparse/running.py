@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from flashnumba.stages.heads import Heads, Plan
+    from flashnumba.stages.heads import Heads
 
 __all__ = ["BACKENDS", "KEYS", "ROWS", "WARP_ROWS", "SparseInfo", "arrays", "check_blocks", "check_number", "limit_for",
            "mask_for", "prepare", "run", "scores"]  # fmt: skip
@@ -140,7 +140,7 @@ def scores(problem: Heads, reference: Any) -> Any:
 
 
 def run(
-    problem: Heads, plan: Callable[[], Plan], by_numpy: Callable[[Any], Any], given: dict[str, Any], backend: str,
+    problem: Heads, plan: Callable[[], Any], by_numpy: Callable[[Any], Any], given: dict[str, Any], backend: str,
     return_info: bool, vote: str, threshold: float, decoding: bool, rows: int = ROWS,
     keys: int = KEYS,
 ) -> Any:  # fmt: skip
