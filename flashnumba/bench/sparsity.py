@@ -10,14 +10,15 @@ Each result is first compared with float64 over the tiles that its own map says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flashnumba.bench.attention import Problem
+from flashnumba.bench.attention import problems as problems_of_attention
 from flashnumba.bench.decode import GraphClock
 from flashnumba.bench.decode import Problem as Decode
 from flashnumba.bench.environment import environment as base_environment
@@ -37,13 +38,16 @@ from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
 from flashnumba.tiles.sparse_split import TILE
 
 __all__ = ["DENSE", "KERNELS", "SPLIT", "DecodeJudge", "DecodeProblem", "Method", "SparseJudge", "environment",
-           "measure", "measure_decode", "shares"]  # fmt: skip
+           "measure", "measure_decode", "names_for", "problems", "shares"]  # fmt: skip
 
 DENSE, SPLIT = "flash_forward.mma", "flash_forward.split"
 KERNELS = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction", "sla")
 """What can be asked for by name; the last is measured by :mod:`flashnumba.bench.sla`."""
 TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
+ROWS_IN_ALL = 1 << 18
+"""Rows of all heads up to which a problem has sixteen; so longer ones have as many rows, and data as quickly drawn."""
+ALL_AT = 16384
 HALVINGS = 12
 """Of the interval in which a threshold is searched, in powers of two."""
 
@@ -74,6 +78,22 @@ class Method:
 def environment() -> dict[str, Any]:
     """What the figures depend on."""
     return base_environment("sparsity") | settings(torch_on_gpu("sparsity"))
+
+
+def problems(dims: Sequence[int], lengths: Sequence[int], masks: Sequence[bool], **sizes: int) -> Iterator[Problem]:
+    """As :func:`flashnumba.bench.attention.problems`, of no more than :data:`ROWS_IN_ALL`."""
+    for p in problems_of_attention(("float16",), dims, lengths, masks, **sizes):
+        yield replace(p, heads=max(1, min(p.heads, ROWS_IN_ALL // (p.n * p.batch))))
+
+
+def names_for(p: Problem) -> Collection[str]:
+    """What is measured on a problem if nobody asks for anything else: all at 16384 tokens; of the prediction what it
+    takes of 8192 and 131072 tokens, unmasked; at other lengths thresholds and lists."""
+    if p.n == ALL_AT:
+        return [name for name in KERNELS if not (p.causal and name == "sla")]
+    if p.causal:
+        return ()
+    return ("prediction",) if p.n in (ALL_AT // 2, 8 * ALL_AT) else ("blasst", "warp_skip", "sparge", "sla")
 
 
 def shares(tile_map: Any) -> float:

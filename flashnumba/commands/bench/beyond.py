@@ -120,7 +120,7 @@ def _steps(decode: str) -> list[list[int]]:
 def sparsity(
     out: Out = RESULTS / "sparsity.json",
     dims: Dims = "128",
-    lengths: Lengths = "8192,16384,65536",
+    lengths: Lengths = "16384,65536,8192,131072",
     tokens: Tokens = 16384,
     width: Width = 2048,
     causal: Masks = "no,yes",
@@ -139,15 +139,21 @@ def sparsity(
 
     masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
     sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
-    names = names_of("--kernels", kernels, benchmark.KERNELS, none=True) or benchmark.KERNELS
+    names = names_of("--kernels", kernels, benchmark.KERNELS, none=True)
     found = conditions("sparsity", benchmark.environment, out)
-    places = [
-        Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs)))
-        for p in problems(("float16",), *sizes, masks, tokens=tokens, width=width)
+    asked = [
+        (p, names or benchmark.names_for(p)) for p in benchmark.problems(*sizes, masks, tokens=tokens, width=width)
     ]
-    if "sla" in names:
-        alike = problems(("float16",), *sizes, [False], tokens=tokens, width=width)
-        places += [Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs))) for p in alike]
+    places = [
+        Place(title_of(p), partial(benchmark.measure, p, names=of, clock=Clock(runs)))
+        for p, of in asked
+        if set(of) - {"sla"}
+    ]
+    places += [
+        Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs)))
+        for p in problems(("float16",), *sizes, [False], tokens=tokens, width=width)
+        if "sla" in (names or benchmark.names_for(p))
+    ]
     for batch, n in _steps(decode):
         step = benchmark.DecodeProblem(batch=batch, n=n)
         title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
