@@ -17,7 +17,7 @@ does not. So a tile left out costs no shuffle. Rows beyond the last have scores 
 Who votes::
 
     "warp"     each warp decides for its rows
-    "block"    warps have to agree: all of a block of up to four, of a larger one each four
+    "block"    all warps of the block have to agree
 
 Agreement is not waited for where it does not matter: a warp that needs the tile says so and goes on; only one that
 could do without waits for what the others say. If nothing is ever left out, nobody waits. A word a warp in shared
@@ -36,24 +36,19 @@ from flashnumba.machine.numba import cuda, float32, int32, uint32
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.online import NOTHING
 
-__all__ = ["FAULTS", "FEWEST", "VOTES", "make_agree", "make_needs", "make_shut_out", "voters"]
+__all__ = ["FAULTS", "FEWEST", "VOTES", "make_agree", "make_needs", "make_shut_out"]
 
 VOTES = ("", "warp", "block")
 """Nobody votes; each warp; all of a block."""
 FEWEST = -190.0
 """The smallest limit but -inf. Rows that are not there lie below it."""
 OUT = 200.0
-FAULTS = ("tile_wide", "unscaled", "first", "alone", "vote_barrier", "stale_flag", "one_turn", "padding")
+FAULTS = ("tile_wide", "unscaled", "first", "alone", "vote_barrier", "stale_flag", "padding")
 """What can be planted: one maximum for all rows; a difference of unscaled scores; a first tile that may be left out;
-block votes that nobody asks the others about; the barrier of the vote; words that are not of this tile; words and
-barrier of a step for the next too, though no barrier lies between; rows beyond the last that vote."""
+block votes that nobody asks the others about; the barrier of the vote; words that are not of this tile; rows beyond the
+last that vote."""
 BARRIER = 1
-"""The first named barrier of votes."""
-
-
-def voters(tiles: AttentionTiles) -> int:
-    """Warps that agree on a tile."""
-    return min(tiles.warps, 4)
+"""The named barrier of votes."""
 
 
 @cache
@@ -107,13 +102,10 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
     """``agree(flags, needed, step) -> bool``: whether the tile is to be computed; ``needed`` by the warp.
 
     Args:
-        vote: of :data:`VOTES`. By ``"block"`` all warps call it in every step in which their rows see something,
-            ``flags`` is a shared uint32 array with a word for each warp and turn, zeros, and some barrier of the block
-            lies between two steps, or with four slots, and two turns, between a pair of steps and the next. ``step``
-            counts from 1, uint32.
+        vote: of :data:`VOTES`. By ``"block"`` all warps call it in every step, ``flags`` is a shared uint32 array with
+            a word a warp, zeros, and some barrier of the block lies between two steps; ``step`` counts from 1, uint32.
     """
-    each, warps, turns = voters(tiles), tiles.warps, 2 if tiles.slots == 4 and broken != "one_turn" else 1
-    threads, several = 32 * each, tiles.warps > each
+    warps, threads = tiles.warps, tiles.threads
     waits, fixed = broken != "vote_barrier", broken == "stale_flag"
 
     @device
@@ -123,22 +115,15 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
     @device
     def together(flags, needed, step):
         said = uint32(1) if fixed else step
-        first, barrier = uint32(0), int32(BARRIER)
-        if several:
-            first = uint32(cuda.threadIdx.x >> 5) // uint32(each) * uint32(each)
-            barrier += int32(first // uint32(each))
-        if turns == 2:  # who is a step ahead must not take the place, nor be counted, of who is not
-            first += uint32(step & 1) * uint32(warps)
-            barrier += int32(step & 1) * int32(warps // each)
         if needed:
             if (cuda.threadIdx.x & 31) == 0:
-                flags[first + uint32(cuda.threadIdx.x >> 5) % uint32(each)] = said
-            bar_arrive(barrier, int32(threads))  # the others may rely on the word; this warp waits for nobody
+                flags[cuda.threadIdx.x >> 5] = said
+            bar_arrive(int32(BARRIER), int32(threads))  # the others may rely on the word; this warp waits for nobody
         else:
             if waits:
-                bar_sync(barrier, int32(threads))  # every warp that needs the tile has said so
-            for w in range(each):
-                needed |= flags[first + uint32(w)] == said
+                bar_sync(int32(BARRIER), int32(threads))  # every warp that needs the tile has said so
+            for w in range(warps):
+                needed |= flags[w] == said
         return needed
 
-    return together if vote == "block" and each > 1 and broken != "alone" else alone
+    return together if vote == "block" and warps > 1 and broken != "alone" else alone

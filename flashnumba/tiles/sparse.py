@@ -28,7 +28,7 @@ from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.rows import make_hide, make_store
 from flashnumba.tiles.schedule import seen_keys
-from flashnumba.tiles.skip import VOTES, make_agree, make_needs, make_shut_out, voters
+from flashnumba.tiles.skip import VOTES, make_agree, make_needs, make_shut_out
 
 __all__ = ["COMPUTED", "FAULTS", "SKIPPED", "make_sparse_attend", "unit_rows"]
 
@@ -42,7 +42,7 @@ ahead is of the next tile, not of the next on the list; the last of a list is no
 
 def unit_rows(tiles: AttentionTiles, vote: str) -> int:
     """Rows that a decision is about."""
-    return tiles.bm // tiles.warps * (1 if vote == "warp" else voters(tiles))
+    return tiles.bm // tiles.warps if vote == "warp" else tiles.bm
 
 
 @cache
@@ -65,18 +65,12 @@ def make_sparse_attend(
     Raises:
         ValueError: more than two slots, or a sum that is kept by a vote that is not the warp's.
     """
-    if tiles.slots == 3 or tiles.nbytes != 2 or tiles.kv_bytes:
-        raise ValueError(f"tiles are {tiles}; sparse attention takes one, two or four slots and 16-bit elements")
-    if (tiles.warps > voters(tiles) and (listed or tiles.slots == 1)) or (listed and tiles.slots == 4):
-        raise ValueError(
-            f"tiles are {tiles}; more than {voters(tiles)} warps take two or four slots, and lists neither of these"
-        )
+    if tiles.slots > 2 or tiles.nbytes != 2 or tiles.kv_bytes:
+        raise ValueError(f"tiles are {tiles}; sparse attention takes one or two slots and 16-bit elements")
     if vote not in VOTES or (keep_sum and vote != "warp"):
         raise ValueError(f"vote is {vote!r} and keep_sum {keep_sum}; a sum is kept by warp, votes are {VOTES}")
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     pitch, slot_bytes, warps, unit = tiles.pitch, tiles.slot, tiles.warps, unit_rows(tiles, vote)
-    group_rows = bm // warps * voters(tiles)
-    grouped, pairs, ahead = group_rows < bm, slots == 4, 2 if slots == 4 else 1
     steps = make_steps(tiles, element, arch)
     clear, negate_q, load_q, multiply_qk, flatten = (
         steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten
@@ -90,10 +84,10 @@ def make_sparse_attend(
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     store = make_store(tiles, element, vector, arch, even=even)
     copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even)
-    copy_kv = make_copy_tile(ahead * bn, d, threads, vector, arch, even=even)
+    copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even)
     wait, commit = make_waiting(copies_ahead(vector, arch), 0, waits=broken != "wait")
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", (2 if pairs else 1) * warps
+    p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", max(1, warps)
     no_barrier, no_v_barrier, moved = broken == "barrier", broken == "v_barrier", broken == "moved"
     in_order, short = broken == "next", int(broken == "count")
 
@@ -169,18 +163,13 @@ def make_sparse_attend(
 
         end, whole = seen_keys(row0, bm, n_rows, offset, causal, next_row)
         last, numbers = (end + (bn - 1)) // bn, uint64(0)
-        mine = last
-        if grouped:  # those who vote together do not look at what the rows below them alone see
-            first = row0 + int64(cuda.threadIdx.x >> 5) * (16 * frags) // group_rows * group_rows
-            end, whole = seen_keys(first, group_rows, n_rows, offset, causal, next_row)
-            mine = (end + (bn - 1)) // bn
         if listed:
             row_tile = (batch * q.shape[1] + head) * counts.shape[2] + block
             last = int64(counts[batch, head, block]) - short
             numbers = global_address(indices) + uint64(4 * row_tile * indices.shape[3])
-        following = int64(0)
+        now, following = int64(0), int64(0)
         if last > 0:
-            following = number_at(numbers, int64(0), int64(0))
+            now = number_at(numbers, int64(0), int64(0))
         noting = False
         if noted:
             noting = begin_map(tile_map, batch, head, row0 + warp_row, lane)
@@ -195,14 +184,14 @@ def make_sparse_attend(
         clear(acc, m, l)
         if votes:
             shut_out(m, m_rows - (row0 + warp_row + (lane >> 2)), factor)
-            if cuda.threadIdx.x < flag_words:
+            if cuda.threadIdx.x < warps:
                 flags[cuda.threadIdx.x] = uint32(0)
 
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row0, columns)
-        key = following * bn
+        key = now * bn
         if last > 0:
             copy_kv(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
-            if slots > 1:
+            if slots == 2:
                 copy_kv(v_tile, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns)
         commit()
         wait()
@@ -211,62 +200,55 @@ def make_sparse_attend(
             negate_q(q_tile, warp_row, lane)
         load_q(held, q_lane)
         tops = cuda.local.array(rows_held, float32)
-        j, then = following, int64(0)
         if last > 1:
-            then = number_at(numbers, int64(1), j + 1)
+            following = number_at(numbers, int64(1), now + 1)
         for i in range(int64(0), last):
             here = uint32(0)
-            if slots > 1:
-                here = uint32(i & (slots - 1)) * uint32(slot_bytes)
-            following, key = then, then * bn
-            if listed and i + 2 < last:
-                then = number_at(numbers, i + 2, then + 1)
-            elif not listed:
-                then = i + 2
-            if not pairs or i & 1 == 0:
+            if slots == 2:
+                here = uint32(i & 1) * uint32(slot_bytes)
+            j, key = i, (i + 1) * bn
+            if listed:  # else nothing is carried from step to step that all threads share
+                j, key = now, following * bn
+                now = following
+                if i + 2 < last:
+                    following = number_at(numbers, i + 2, following + 1)
+            wait()
+            if not no_barrier:
+                cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or last votes
+            if slots == 2:
+                if i + 1 < last:
+                    other = uint32(slot_bytes) - here
+                    copy_kv(
+                        k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns
+                    )
+                    copy_kv(
+                        v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns
+                    )
+            else:
+                at = j * bn
+                copy_kv(v_tile, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns)
+            commit()
+            multiply_qk(s, held, q_lane, k_lane + here)
+            if scale == float32(0):
+                flatten(s)
+            if (j + 1) * bn > whole:
+                hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
+            if slots == 1:
                 wait()
-                if not no_barrier:
-                    cuda.syncthreads()  # K_j (and V_j) are there; nobody reads the slots filled next, or old votes
-                if pairs:
-                    key = (i + 2) * bn
-                if slots > 1:
-                    if i + ahead < last:
-                        other = uint32(ahead * slot_bytes) - here
-                        copy_kv(
-                            k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key,
-                            columns,
-                        )  # fmt: skip
-                        copy_kv(
-                            v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key,
-                            columns,
-                        )  # fmt: skip
-                else:
-                    at = j * bn
-                    copy_kv(v_tile, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns)
+                if not no_v_barrier:
+                    cuda.syncthreads()  # V_j is there for all, and nobody reads K_j any more
+                if i + 1 < last:
+                    copy_kv(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
                 commit()
-            if not grouped or i < mine:
-                multiply_qk(s, held, q_lane, k_lane + here)
-                if scale == float32(0):
-                    flatten(s)
-                if (j + 1) * bn > whole:
-                    hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
-                if slots == 1:
-                    wait()
-                    if not no_v_barrier:
-                        cuda.syncthreads()  # V_j is there for all, and nobody reads K_j any more
-                    if i + 1 < last:
-                        copy_kv(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
-                    commit()
-                needed = True
-                if votes:
-                    find_tops(tops, s)
-                    needed = agree(flags, needs(tops, m, factor, limit), uint32(i + 1))
-                    finish(s, acc, m, l, factor, v_lane + here, tops, needed)
-                else:
-                    softmax_pv(s, acc, m, l, factor, v_lane + here)
-                if noted and noting and lane == 0:
-                    tile_map[batch, head, (row0 + warp_row) // unit, j] = uint8(COMPUTED if needed else SKIPPED)
-            j = following
+            needed = True
+            if votes:
+                find_tops(tops, s)
+                needed = agree(flags, needs(tops, m, factor, limit), uint32(i + 1))
+                finish(s, acc, m, l, factor, v_lane + here, tops, needed)
+            else:
+                softmax_pv(s, acc, m, l, factor, v_lane + here)
+            if noted and noting and lane == 0:
+                tile_map[batch, head, (row0 + warp_row) // unit, j] = uint8(COMPUTED if needed else SKIPPED)
 
         for r in range(rows_held):
             row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))

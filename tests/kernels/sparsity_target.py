@@ -24,13 +24,10 @@ from flashnumba.stages.sparsity import decode, mma, sla
 from flashnumba.stages.sparsity import reference as R
 from flashnumba.stages.sparsity import sla_reference as reference
 from flashnumba.stages.sparsity.problem import limit_of
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 from tests.stages.sparsity.sparse_cases import data, judge, kept_by, run
 
 LIMIT = limit_of(0.02)
-FEW = AttentionTiles(128, 128, 64, slots=2, lazy=True)
-"""Not those of a long prefill, whose blocks have twice as many rows."""
 
 
 def by_tiles(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tuple[str, str]]:
@@ -41,7 +38,6 @@ def by_tiles(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tuple[
     guess = {"alike": 0.3, "sink": 1}
     for name, plan, given in (
         ("blasst", partial(mma.plan_skip, vote="block"), {}),
-        ("blasst, few rows a block", partial(mma.plan_skip, vote="block", tiles=FEW), {}),
         ("warp_skip", partial(mma.plan_skip, vote="warp"), {}),
         ("warp_skip_sum", partial(mma.plan_skip, vote="warp", keep_sum=True), {}),
         ("block_sparse", mma.plan_blocks, {"mask": mask.astype(np.uint8)}),

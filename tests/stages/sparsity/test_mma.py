@@ -22,7 +22,6 @@ from tests.stages.sparsity.sparse_cases import data, dense_bits, judge, kept_by,
 
 TWO = AttentionTiles(32, 32, 16, warps=2, slots=2, lazy=True)
 ONE = AttentionTiles(32, 32, 16, warps=2)
-WIDE = AttentionTiles(64, 128, 32, warps=8, slots=4, lazy=True)
 STEP = AttentionTiles(32, 16, 64, warps=1, q_held=2)
 WIDE_STEP = AttentionTiles(32, 32, 64, warps=2)
 THRESHOLD = 0.02
@@ -44,7 +43,7 @@ def skipping(vote, keep_sum=False, tiles=TWO, broken=""):
 @pytest.mark.parametrize(
     "tiles, method, causal",
     [(ONE, "block", False), (ONE, "warp", True), (ONE, "warp, sum kept", False), (TWO, "block", True),
-     (TWO, "warp", False), (TWO, "warp, sum kept", True), (WIDE, "block", True), (WIDE, "warp", False)],
+     (TWO, "warp", False), (TWO, "warp, sum kept", True)],
 )  # fmt: skip
 def test_what_is_left_out_and_what_comes_of_it(machine, tiles, method, causal):
     """The map is the reference's, something is left out, and o is attention over the rest."""
@@ -96,12 +95,12 @@ def test_scales(machine, scale):
     "broken, vote",
     [("tile_wide", "warp"), ("unscaled", "warp"), ("first", "block"), ("alone", "block"), ("vote_barrier", "block"),
      ("stale_flag", "block"), ("padding", "block"), ("moved", "warp"), ("barrier", "block"), ("wait", "warp"),
-     ("tail", "block"), ("causal", "warp"), ("v_barrier", "block"), ("one_turn", "block")],
+     ("tail", "block"), ("causal", "warp"), ("v_barrier", "block")],
 )  # fmt: skip
 def test_planted_faults(broken, vote):
     """Each is a fault of the emulator, a map that is not the reference's, or a wrong result, for every seed."""
     causal = broken == "causal"
-    tiles = {"v_barrier": ONE, "one_turn": WIDE}.get(broken, TWO)
+    tiles = ONE if broken == "v_barrier" else TWO
     qkv = data(75, 110, heads=1)
     rows = unit_rows(tiles, vote)
     s = R.scores(*qkv[:2], causal=causal)
