@@ -115,15 +115,16 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
     @device
     def together(flags, needed, step):
         said = uint32(1) if fixed else step
+        first = uint32(step & 1) * uint32(warps)  # who reads the words of a step may have seen no barrier since
         if needed:
             if (cuda.threadIdx.x & 31) == 0:
-                flags[cuda.threadIdx.x >> 5] = said
+                flags[first + uint32(cuda.threadIdx.x >> 5)] = said
             bar_arrive(int32(BARRIER), int32(threads))  # the others may rely on the word; this warp waits for nobody
         else:
             if waits:
                 bar_sync(int32(BARRIER), int32(threads))  # every warp that needs the tile has said so
             for w in range(warps):
-                needed |= flags[w] == said
+                needed |= flags[first + uint32(w)] == said
         return needed
 
     return together if vote == "block" and warps > 1 and broken != "alone" else alone

@@ -22,7 +22,7 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import global_address, ld_global_b32, shared_address
+from flashnumba.machine.instructions import global_address, ld_global_b32, shared_address, shfl_idx
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
@@ -87,8 +87,9 @@ def make_sparse_attend(
     copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even)
     wait, commit = make_waiting(copies_ahead(vector, arch), 0, waits=broken != "wait")
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", max(1, warps)
+    p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", 2 * warps
     no_barrier, no_v_barrier, moved = broken == "barrier", broken == "v_barrier", broken == "moved"
+    merged = slots == 2 and vote == "block" and warps > 1
     in_order, short = broken == "next", int(broken == "count")
 
     @device
@@ -175,7 +176,9 @@ def make_sparse_attend(
             noting = begin_map(tile_map, batch, head, row0 + warp_row, lane)
 
         factor = factor_of(scale)
-        q_lane, k_lane, v_lane = lane_of_q(q_tile, warp_row, lane), lane_of_k(k_tile, lane), lane_of_v(v_tile, lane)
+        q_lane = shfl_idx(uint32(lane_of_q(q_tile, warp_row, lane)), lane)
+        k_lane = shfl_idx(uint32(lane_of_k(k_tile, lane)), lane)
+        v_lane = shfl_idx(uint32(lane_of_v(v_tile, lane)), lane)
         held = cuda.local.array(q_regs, uint32)
         s = cuda.local.array(s_regs, float32)
         acc = cuda.local.array(o_regs, float32)
@@ -184,7 +187,7 @@ def make_sparse_attend(
         clear(acc, m, l)
         if votes:
             shut_out(m, m_rows - (row0 + warp_row + (lane >> 2)), factor)
-            if cuda.threadIdx.x < warps:
+            if cuda.threadIdx.x < flag_words:
                 flags[cuda.threadIdx.x] = uint32(0)
 
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row0, columns)
@@ -202,48 +205,64 @@ def make_sparse_attend(
         tops = cuda.local.array(rows_held, float32)
         if last > 1:
             following = number_at(numbers, int64(1), now + 1)
-        for i in range(int64(0), last):
+        k_step, v_step, left = bn * k.strides[2], bn * v.strides[2], n_rows - bn
+        k_next, v_next, seen_whole = k_from + k_step, v_from + v_step, int32(whole // bn)
+        steps_n, met = int32(last), False
+        for i in range(int32(0), steps_n):
             here = uint32(0)
             if slots == 2:
                 here = uint32(i & 1) * uint32(slot_bytes)
-            j, key = i, (i + 1) * bn
-            if listed:  # else nothing is carried from step to step that all threads share
-                j, key = now, following * bn
+            j = int64(i)
+            if listed:  # else nothing is carried from step to step that all threads do not share
+                j, k_next, v_next, left = (
+                    now,
+                    k_from + following * k_step,
+                    v_from + following * v_step,
+                    n_rows - following * bn,
+                )
                 now = following
-                if i + 2 < last:
+                if i + 2 < steps_n:
                     following = number_at(numbers, i + 2, following + 1)
-            wait()
-            if not no_barrier:
-                cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or last votes
+            if not merged or not met:
+                wait()
+                if not no_barrier:
+                    cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next
             if slots == 2:
-                if i + 1 < last:
+                if i + 1 < steps_n:
                     other = uint32(slot_bytes) - here
-                    copy_kv(
-                        k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns
-                    )
-                    copy_kv(
-                        v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], n_rows - key, columns
-                    )
+                    copy_kv(k_tile + other, k_next, k.strides[2], k.strides[3], left, columns)
+                    copy_kv(v_tile + other, v_next, v.strides[2], v.strides[3], left, columns)
+                    v_next += v_step
             else:
-                at = j * bn
-                copy_kv(v_tile, v_from + at * v.strides[2], v.strides[2], v.strides[3], n_rows - at, columns)
+                copy_kv(v_tile, v_from + j * v_step, v.strides[2], v.strides[3], n_rows - j * bn, columns)
             commit()
-            multiply_qk(s, held, q_lane, k_lane + here)
-            if scale == float32(0):
-                flatten(s)
-            if (j + 1) * bn > whole:
-                hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
+            if votes and j < seen_whole and scale != float32(0):
+                multiply_qk(s, held, q_lane, k_lane + here)  # in one piece with the maxima: no branch between
+                find_tops(tops, s)
+            else:
+                multiply_qk(s, held, q_lane, k_lane + here)
+                if scale == float32(0):
+                    flatten(s)
+                if j >= seen_whole:
+                    hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
+                if votes:
+                    find_tops(tops, s)
             if slots == 1:
                 wait()
                 if not no_v_barrier:
                     cuda.syncthreads()  # V_j is there for all, and nobody reads K_j any more
-                if i + 1 < last:
-                    copy_kv(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], n_rows - key, columns)
+                if i + 1 < steps_n:
+                    copy_kv(k_tile, k_next, k.strides[2], k.strides[3], left, columns)
                 commit()
+            k_next += k_step
+            left -= bn
             needed = True
             if votes:
-                find_tops(tops, s)
-                needed = agree(flags, needs(tops, m, factor, limit), uint32(i + 1))
+                needed = needs(tops, m, factor, limit)
+                if merged and not needed:
+                    wait()  # so the barrier of a vote that all lose is that of the next step too
+                needed = agree(flags, needed, uint32(i + 1))
+                met = not needed
                 finish(s, acc, m, l, factor, v_lane + here, tops, needed)
             else:
                 softmax_pv(s, acc, m, l, factor, v_lane + here)
