@@ -20,8 +20,8 @@ Who votes::
     "block"    all warps of the block have to agree
 
 Agreement is not waited for where it does not matter: a warp that needs the tile says so and goes on; only one that
-could do without waits for what the others say. If nothing is ever left out, nobody waits. A word a warp in shared
-memory says in which tile the warp last needed something, so nothing has to be reset.
+could do without waits for what the others say. If nothing is ever left out, nobody waits. Two words a warp in shared
+memory, for even steps and for odd ones, say in which the warp last needed something, so nothing has to be reset.
 
 Sources: BLASST, arXiv 2512.12087 (the test, the vote); SpargeAttn, arXiv 2502.18137, section 3.4 (by warp).
 """
@@ -103,7 +103,8 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
 
     Args:
         vote: of :data:`VOTES`. By ``"block"`` all warps call it in every step, ``flags`` is a shared uint32 array with
-            a word a warp, zeros, and some barrier of the block lies between two steps; ``step`` counts from 1, uint32.
+            two words a warp, zeros, and where a tile is computed a barrier of the block lies before the next call;
+            where it is not, all have met in this one. ``step`` counts from 1, uint32.
     """
     warps, threads = tiles.warps, tiles.threads
     waits, fixed = broken != "vote_barrier", broken == "stale_flag"
