@@ -47,7 +47,8 @@ TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
 ROWS_IN_ALL = 1 << 18
 """Rows of all heads up to which a problem has sixteen; so longer ones have as many rows, and data as quickly drawn."""
-ALL_AT = 16384
+ALL_AT, DRAWN = 16384, 4
+"""Tokens at which everything is measured; sequences of decoding that are drawn."""
 HALVINGS = 12
 """Of the interval in which a threshold is searched, in powers of two."""
 
@@ -224,10 +225,15 @@ def measure_decode(
     step: DecodeProblem, *, targets: Sequence[float] = TARGETS, clock: Clock | None = None, until: float = float("inf"),
     machine: str = "cuda", report: Callable[[Size, Measured], None] = lambda size, measured: None,
 ) -> Size:  # fmt: skip
-    """Measure decoding: the dense kernel ``split`` and the one that loads V only where it is needed."""
+    """Measure decoding: the dense kernel ``split`` and the one that loads V only where it is needed.
+
+    Of more than four sequences each fifth is a copy of the first and so on, as to draw them takes long.
+    """
     torch, device, _ = place("sparsity", machine)
-    data = structured(step.n, step.d, heads=step.heads, kv_heads=step.kv_heads, batch=step.batch, m=1)
-    q, k, v = (torch.from_numpy(x).to(device) for x in data)
+    data = structured(step.n, step.d, heads=step.heads, kv_heads=step.kv_heads, batch=min(DRAWN, step.batch), m=1)
+    q, k, v = (
+        torch.from_numpy(x).to(device)[torch.arange(step.batch, device=device) % len(x)].contiguous() for x in data
+    )
     make = partial(prepare_heads, q, k, v, causal=False, scale=None, machine=machine, stream=None)
     shape = make().shape
     size = Size({**asdict(step), "nbytes": step.nbytes})

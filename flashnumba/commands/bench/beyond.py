@@ -149,15 +149,15 @@ def sparsity(
         for p, of in asked
         if set(of) - {"sla"}
     ]
+    for batch, n in _steps(decode):
+        step = benchmark.DecodeProblem(batch=batch, n=n)
+        title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
+        places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
     places += [
         Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs)))
         for p in problems(("float16",), *sizes, [False], tokens=tokens, width=width)
         if "sla" in (names or benchmark.names_for(p))
     ]
-    for batch, n in _steps(decode):
-        step = benchmark.DecodeProblem(batch=batch, n=n)
-        title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
-        places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
     columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
     columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("critical %", "critical", 100)]
     measure_all(places, columns, out, found, seconds)
