@@ -169,9 +169,7 @@ def make_copy_tile(
 
 
 @cache
-def make_copy_whole(
-    rows: int, columns: int, threads: int, arch: str = "80"
-) -> tuple[DeviceFunction, DeviceFunction]:
+def make_copy_whole(rows: int, columns: int, threads: int, arch: str = "80") -> tuple[DeviceFunction, DeviceFunction]:
     """``(start, copy_whole)``: :func:`make_copy_tile` of whole tiles of 16-byte rows, for who copies one after another.
 
     ``start(tile, source, row_step) -> (to, origin)`` is where the thread's first chunk goes, uint32, and comes from,

@@ -20,8 +20,8 @@ Who votes::
     "block"    all warps of the block have to agree
 
 Agreement is not waited for where it does not matter: a warp that needs the tile says so and goes on; only one that
-could do without waits for what the others say. If nothing is ever left out, nobody waits. Two words a warp in shared
-memory, for even steps and for odd ones, say in which the warp last needed something, so nothing has to be reset.
+could do without waits for what the others say. If nothing is ever left out, nobody waits. A word a warp in shared
+memory says in which tile the warp last needed something, so nothing has to be reset.
 
 Sources: BLASST, arXiv 2512.12087 (the test, the vote); SpargeAttn, arXiv 2502.18137, section 3.4 (by warp).
 """
@@ -103,8 +103,7 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
 
     Args:
         vote: of :data:`VOTES`. By ``"block"`` all warps call it in every step, ``flags`` is a shared uint32 array with
-            two words a warp, zeros, and where a tile is computed a barrier of the block lies before the next call;
-            where it is not, all have met in this one. ``step`` counts from 1, uint32.
+            a word a warp, zeros, and some barrier of the block lies between two steps; ``step`` counts from 1, uint32.
     """
     warps, threads = tiles.warps, tiles.threads
     waits, fixed = broken != "vote_barrier", broken == "stale_flag"
@@ -116,16 +115,15 @@ def make_agree(tiles: AttentionTiles, vote: str, broken: str = "") -> DeviceFunc
     @device
     def together(flags, needed, step):
         said = uint32(1) if fixed else step
-        first = uint32(step & 1) * uint32(warps)  # who reads the words of a step may have seen no barrier since
         if needed:
             if (cuda.threadIdx.x & 31) == 0:
-                flags[first + uint32(cuda.threadIdx.x >> 5)] = said
+                flags[cuda.threadIdx.x >> 5] = said
             bar_arrive(int32(BARRIER), int32(threads))  # the others may rely on the word; this warp waits for nobody
         else:
             if waits:
                 bar_sync(int32(BARRIER), int32(threads))  # every warp that needs the tile has said so
             for w in range(warps):
-                needed |= flags[first + uint32(w)] == said
+                needed |= flags[w] == said
         return needed
 
     return together if vote == "block" and warps > 1 and broken != "alone" else alone

@@ -12,14 +12,6 @@ it only after the vote before was tried on an H200 with 16384 keys, each way in 
 out it had 0.97 of dense beside 1.02, and 1.38 beside 1.34 where 70 % are.
 :mod:`flashnumba.tiles.sparse_split` is for when memory decides.
 
-What is left to a step without its second half is 128 products of a warp's 32 rows with 64 keys, 48 loads of fragments,
-and all that is done once a step, which then is most of the instructions and nearly all of the waiting: on an H200 the
-tensor cores were busy for 55 % of the time where 90 % is left out, shared memory for 54 %, and two warps a scheduler
-cannot hide more. So a step has little else: tiles are counted in 32 bits, addresses go on from step to step, those of
-the lanes are made by a shuffle so that they are kept and not made again, the maxima follow the product with no branch
-between, and the barrier of a vote that leaves a tile out is that of the next step too. Blocks of 256 rows, which copy
-K and V half as often, were slower by a tenth: eight warps in step hide less than two blocks of four.
-
 The numbers of a list are loaded two steps before their keys are multiplied, and one before their copy begins.
 
 Sources: BLASST, arXiv 2512.12087; SpargeAttn, arXiv 2502.18137, algorithm 1.
@@ -33,7 +25,7 @@ from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, ld_global_b32, shared_address, shfl_idx
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
-from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
+from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_copy_whole, make_waiting
 from flashnumba.tiles.rows import make_hide, make_store
 from flashnumba.tiles.schedule import seen_keys
 from flashnumba.tiles.skip import VOTES, make_agree, make_needs, make_shut_out
@@ -93,11 +85,13 @@ def make_sparse_attend(
     store = make_store(tiles, element, vector, arch, even=even)
     copy_q = make_copy_tile(bm, d, threads, vector, arch, even=even)
     copy_kv = make_copy_tile(bn, d, threads, vector, arch, even=even)
+    running = slots == 2 and even and vector == 16 and d % 64 == 0 and threads % 64 == 0 and not listed
+    start, copy_whole = make_copy_whole(bn, d, threads, arch) if running else (None, None)
+    v_after_k = slots * slot_bytes
     wait, commit = make_waiting(copies_ahead(vector, arch), 0, waits=broken != "wait")
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
-    p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", 2 * warps
+    p_regs, k_steps, votes, flag_words = frags * bn // 4, bn // 16, vote != "", max(1, warps)
     no_barrier, no_v_barrier, moved = broken == "barrier", broken == "v_barrier", broken == "moved"
-    merged = slots == 2 and vote == "block" and warps > 1
     in_order, short = broken == "next", int(broken == "count")
 
     @device
@@ -195,7 +189,7 @@ def make_sparse_attend(
         clear(acc, m, l)
         if votes:
             shut_out(m, m_rows - (row0 + warp_row + (lane >> 2)), factor)
-            if cuda.threadIdx.x < flag_words:
+            if cuda.threadIdx.x < warps:
                 flags[cuda.threadIdx.x] = uint32(0)
 
         copy_q(q_tile, q_from, q.strides[2], q.strides[3], m_rows - row0, columns)
@@ -215,42 +209,56 @@ def make_sparse_attend(
             following = number_at(numbers, int64(1), now + 1)
         k_step, v_step, left = bn * k.strides[2], bn * v.strides[2], n_rows - bn
         k_next, v_next, seen_whole = k_from + k_step, v_from + v_step, int32(whole // bn)
-        steps_n, met = int32(last), False
+        steps_n = int32(last)
+        if running:
+            at, k_next = start(k_tile, k_next, k.strides[2])
+            _, v_next = start(v_tile, v_next, v.strides[2])
+            k_to = shfl_idx(uint32(at), lane)
         for i in range(int32(0), steps_n):
             here = uint32(0)
             if slots == 2:
                 here = uint32(i & 1) * uint32(slot_bytes)
             j = int64(i)
-            if listed:
-                j, left = now, n_rows - following * bn
-                k_next, v_next = k_from + following * k_step, v_from + following * v_step
+            if listed:  # else nothing is carried from step to step that all threads do not share
+                j, k_next, v_next, left = (
+                    now,
+                    k_from + following * k_step,
+                    v_from + following * v_step,
+                    n_rows - following * bn,
+                )
                 now = following
                 if i + 2 < steps_n:
                     following = number_at(numbers, i + 2, following + 1)
-            if not merged or not met:
-                wait()
-                if not no_barrier:
-                    cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next
+            wait()
+            if not no_barrier:
+                cuda.syncthreads()  # K_j (and V_j) are there for all; nobody reads the slots filled next, or last votes
             if slots == 2:
-                if i + 1 < steps_n:
+                if int32(i + 1) < steps_n:
                     other = uint32(slot_bytes) - here
-                    copy_kv(k_tile + other, k_next, k.strides[2], k.strides[3], left, columns)
-                    copy_kv(v_tile + other, v_next, v.strides[2], v.strides[3], left, columns)
+                    if running:
+                        if left >= bn:
+                            copy_whole(k_to + other, k_next, k.strides[2])
+                            copy_whole(k_to + other + uint32(v_after_k), v_next, v.strides[2])
+                        else:
+                            key = (j + 1) * bn
+                            copy_kv(
+                                k_tile + other, k_from + key * k.strides[2], k.strides[2], k.strides[3], left, columns
+                            )
+                            copy_kv(
+                                v_tile + other, v_from + key * v.strides[2], v.strides[2], v.strides[3], left, columns
+                            )
+                    else:
+                        copy_kv(k_tile + other, k_next, k.strides[2], k.strides[3], left, columns)
+                        copy_kv(v_tile + other, v_next, v.strides[2], v.strides[3], left, columns)
                     v_next += v_step
             else:
                 copy_kv(v_tile, v_from + j * v_step, v.strides[2], v.strides[3], n_rows - j * bn, columns)
             commit()
-            if votes and j < seen_whole and scale != float32(0):
-                multiply_qk(s, held, q_lane, k_lane + here)  # in one piece with the maxima: no branch between
-                find_tops(tops, s)
-            else:
-                multiply_qk(s, held, q_lane, k_lane + here)
-                if scale == float32(0):
-                    flatten(s)
-                if j >= seen_whole:
-                    hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
-                if votes:
-                    find_tops(tops, s)
+            multiply_qk(s, held, q_lane, k_lane + here)
+            if scale == float32(0):
+                flatten(s)
+            if j >= seen_whole:
+                hide(s, j, row0 + warp_row + (lane >> 2), int64(1), offset, causal, n_rows, lane)
             if slots == 1:
                 wait()
                 if not no_v_barrier:
@@ -262,11 +270,8 @@ def make_sparse_attend(
             left -= bn
             needed = True
             if votes:
-                needed = needs(tops, m, factor, limit)
-                if merged and not needed:
-                    wait()  # so the barrier of a vote that all lose is that of the next step too
-                needed = agree(flags, needed, uint32(i + 1))
-                met = not needed
+                find_tops(tops, s)
+                needed = agree(flags, needs(tops, m, factor, limit), uint32(i + 1))
                 finish(s, acc, m, l, factor, v_lane + here, tops, needed)
             else:
                 softmax_pv(s, acc, m, l, factor, v_lane + here)

@@ -22,6 +22,8 @@ from tests.stages.sparsity.sparse_cases import data, dense_bits, judge, kept_by,
 
 TWO = AttentionTiles(32, 32, 16, warps=2, slots=2, lazy=True)
 ONE = AttentionTiles(32, 32, 16, warps=2)
+LONG = AttentionTiles(64, 32, 16, warps=2, slots=2, lazy=True)
+"""Whose copies go on from tile to tile."""
 STEP = AttentionTiles(32, 16, 64, warps=1, q_held=2)
 WIDE_STEP = AttentionTiles(32, 32, 64, warps=2)
 THRESHOLD = 0.02
@@ -42,13 +44,13 @@ def skipping(vote, keep_sum=False, tiles=TWO, broken=""):
 
 @pytest.mark.parametrize(
     "tiles, method, causal",
-    [(ONE, "block", False), (ONE, "warp", True), (ONE, "warp, sum kept", False), (TWO, "block", True),
+    [(ONE, "block", False), (ONE, "warp", True), (ONE, "warp, sum kept", False), (LONG, "block", True),
      (TWO, "warp", False), (TWO, "warp, sum kept", True)],
 )  # fmt: skip
 def test_what_is_left_out_and_what_comes_of_it(machine, tiles, method, causal):
     """The map is the reference's, something is left out, and o is attention over the rest."""
     vote, keep_sum = METHODS[method]
-    qkv = data(75, 110, heads=2)
+    qkv = data(75, 110, tiles.d, heads=2)
     o, lse, made = run(
         skipping(vote, keep_sum, tiles), qkv, {"limit": limit_of(THRESHOLD)}, causal=causal, machine=machine
     )  # fmt: skip
