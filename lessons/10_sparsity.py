@@ -254,7 +254,9 @@ lesson.table(
 #
 # Each row tile sums the states of its own list. One by one that would read more memory than dense attention takes time;
 # but a sum over lists is a product with a matrix of ones and zeros, and tensor cores have it almost for nothing. The
-# projection $W$ is learned, together with the model: SLA is for fine-tuning. Gradients are kernels too, without atomics
+# projection $W$ is learned, together with the model: SLA is for fine-tuning. It may as well be multiplied with $V$
+# first, where a tile of values is at hand. Kernels do that, and attention goes straight on from $O^s$ to $O$ in
+# registers ({mod}`flashnumba.stages.sparsity.sla_linear`). Gradients are kernels too, without atomics
 # (`flashnumba.torch.sla.SparseLinearAttention` is a module). Here $W$ is fitted to every second row of a head, and the
 # others are asked.
 #

@@ -2,9 +2,9 @@
 
 ``of_dense`` is the time of ``flash_forward.mma`` or ``backward.mma`` over SLA's; ``critical`` is the share of tiles in
 the softmax part. A forward is everything from q, k and v to o and what the gradients need, the map included; the
-gradients are everything from there. ``softmax part`` is the attention over lists alone: what it takes longer than its
-share of the dense time is what lists and tiles of 64 rows cost. Data are normal numbers: which tiles are critical is
-then chance, how many is given.
+gradients are everything from there. ``attend`` is the attention over lists with the linear part at its end: what it
+takes longer than its share of the dense time is what these and tiles of 64 rows cost. Data are normal numbers: which
+tiles are critical is then chance, how many is given.
 
 Results are first compared with float64 in some row tiles: o, and of the gradients dq; that all of dk and dv was written
 is checked too. What they are is for the tests to say.
@@ -35,7 +35,7 @@ __all__ = ["CRITICAL", "DENSE", "DENSE_BACKWARD", "SlaJudge", "measure"]
 DENSE, DENSE_BACKWARD = "flash_forward.mma", "backward.mma"
 CRITICAL = (0.05, 0.10)
 """Shares of tiles for the softmax part; 0.05 is the authors'."""
-SOFTMAX_PART = "sparsity.sla attend"
+ATTEND = "sparsity.sla attend"
 
 
 class SlaJudge:
@@ -105,12 +105,12 @@ def measure(
         counted = float(kept.arrays["counts"].float().mean()) / sla.tiles_of(kept.shape)[1]
         judged = partial(SlaJudge, torch, inputs, kept.arrays["classes"], p.element)
         plan = sla.plan_forward(kept.shape, options)
-        part = Plan(tuple(x for x in plan.launches if x.kernel.name == SOFTMAX_PART), plan.scratch)
+        part = Plan(tuple(x for x in plan.launches if x.kernel.name == ATTEND), plan.scratch)
         results, gradients = _results(torch, q, 1), _results(torch, q, 3)
         known = {**kept.arrays, "o": results[0]}
         run(forward, Candidate(f"sla, {share:.0%}", partial(_calls, kept, plan, known, results)),
             judged(backward=False), counted)  # fmt: skip
-        run(forward, Candidate(f"sla, {share:.0%}, softmax part", partial(_calls, kept, part, known, results)), None,
+        run(forward, Candidate(f"sla, {share:.0%}, attend", partial(_calls, kept, part, known, results)), None,
             counted)  # fmt: skip
         known = {**kept.arrays, "do": do, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
         plan = sla.plan_backward(kept.shape, options)

@@ -102,6 +102,20 @@ class TensorMap:
         if self._slot is not None:
             pin(self._slot)
 
+    def moved(self, pointer: int) -> TensorMap:
+        """The map of an array like this one that lies elsewhere on its device; who calls it keeps the array."""
+        other = object.__new__(TensorMap)
+        other.box, other.swizzle, other.l2_promotion, other.fill = self.box, self.swizzle, self.l2_promotion, self.fill
+        other.name, other.element, other._held, other._view = self.name, self.element, None, None
+        other.found = replace(self.found, pointer=pointer)
+        key = (other.found, self.element, (self.box, self.swizzle, self.l2_promotion, self.fill))
+        known = MAPS.get(key)
+        if known is None:
+            known = (other.found, self.element, encode(other.found, self.element, *key[2]))
+            MAPS.put(key, known)
+        other._slot = known[2]
+        return other
+
     def encoded_at(self, pointer: int, device: int) -> Slot:
         """The bytes for a copy of the array at another address; the launcher's way to take host arrays to a GPU."""
         found = replace(self.found, pointer=pointer, device=device)

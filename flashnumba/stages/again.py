@@ -8,7 +8,7 @@ what is new and launches; of the arrays it only needs the addresses.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from flashnumba.stages import heads, rows
     from flashnumba.stages.backward.problem import Backward
 
-__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_backward", "of_heads", "of_rows", "rows_key"]
+__all__ = ["Recipe", "Recipes", "has_tangent", "kind", "of_backward", "of_heads", "of_rows", "of_sla",
+           "rows_key"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Recipe:
     """
 
     new: tuple[Callable[[], Any], ...]
-    launches: tuple[tuple[Fixed, tuple[int, ...]], ...]
+    launches: tuple[tuple[Fixed | Mapped, tuple[int, ...]], ...]
     stream: Callable[[], int]
     returns: int | tuple[int, ...]
 
@@ -47,6 +48,24 @@ class Recipe:
         if self.returns.__class__ is int:
             return arrays[self.returns]
         return tuple([arrays[place] for place in self.returns])
+
+
+class Mapped:
+    """A launch of which only the addresses change that its tensor maps, its arrays, lie at; as
+    :class:`flashnumba.machine.prepared.Fixed` is called. A map at a new address is encoded, and found again later."""
+
+    def __init__(self, ready: Any, grid: int, threads: int, args: tuple[Any, ...]) -> None:
+        from flashnumba.machine.tensor_map import TensorMap
+
+        self._ready, self._grid, self._threads = ready, grid, threads
+        self._args = [arg.moved(arg.found.pointer) if isinstance(arg, TensorMap) else arg for arg in args]
+        self._places = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        args = list(self._args)
+        for place, address in zip(self._places, addresses, strict=True):
+            args[place] = args[place].moved(address)
+        self._ready(self._grid, self._threads, tuple(args), stream)
 
 
 class Recipes:
@@ -163,9 +182,27 @@ def of_backward(made: Backward, plan: heads.Plan) -> Recipe | None:
     return _of_plan(given, results, scratch, known, ready, made.device, (last, last + 1, last + 2))
 
 
+def of_sla(
+    kept: Any, plan: heads.Plan, known: dict[str, Any], given: tuple[str, ...], returns: tuple[str, ...]
+) -> Recipe:
+    """The recipe ``(*given) -> returns``, all by name, of a plan of SLA's that was run on torch tensors on a GPU with
+    the arguments ``known``; ``o`` is made anew, and so is the plan's scratch that is not given."""
+    from flashnumba.stages.sparsity.sla_gather import MAPS
+    from flashnumba.stages.sparsity.sla_plans import sizes
+
+    of = sizes(kept.shape)
+    results = {"o": known["o"].view(kept.found.shape)}
+    scratch = {name: (shape, of[name][0]) for name, shape in plan.scratch.items() if name not in given}
+    ready = [(kept.prepared(one), one) for one in plan.launches]
+    places = {name: at for at, name in enumerate((*given, "o", *scratch))}
+    arrays = {name: array for name, (array, _) in MAPS.items()}
+    return _of_plan(given, results, scratch, known, ready, kept.device, tuple(places[x] for x in returns), arrays)
+
+
 def _of_plan(
     given: tuple[str, ...], results: dict[str, Any], scratch: dict[str, tuple[tuple[int, ...], str]],
     known: dict[str, Any], ready: list[tuple[Any, heads.Launch]], device: int | None, returns: int | tuple[int, ...],
+    mapped: dict[str, str] | None = None,
 ) -> Recipe:  # fmt: skip
     """The recipe of a plan's launches.
 
@@ -174,19 +211,22 @@ def _of_plan(
             is that one's place.
         results, scratch: what is made anew; scratch by shape and type.
         known: arrays and scalars, by the names that launches have for them.
+        mapped: of tensor maps, which array's they are.
     """
     torch, place = sys.modules["torch"], next(iter(results.values())).device
     shapes = {name: (result.shape, result.dtype) for name, result in results.items()}
     shapes |= {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in scratch.items()}
     new = [_empty(shape, dtype, place) for shape, dtype in shapes.values()]
-    known = {**known, **{name: new[at]() for at, name in enumerate(shapes) if name in scratch}}
+    known = {**{name: new[at]() for at, name in enumerate(shapes) if name in scratch and name not in known}, **known}
     places = {name: at for at, name in enumerate((*given, *shapes))}
     places |= {name: places["lse"] for name in ("dlse",) if name in known and name not in places}
-    launches = []
+    launches, mapped = [], mapped or {}
     for prepared, launch in ready:
         args = tuple(known[name] for name in launch.args)
-        arrays = [places[name] for name in launch.args if name in places]
-        launches.append((prepared.fixed(launch.grid, launch.threads, args), arrays))
+        arrays = [places[mapped.get(name, name)] for name in launch.args if mapped.get(name, name) in places]
+        maps = any(name in mapped for name in launch.args)
+        fixed = Mapped(prepared, launch.grid, launch.threads, args) if maps else None
+        launches.append((fixed or prepared.fixed(launch.grid, launch.threads, args), arrays))
     return _recipe(new, launches, device, returns)
 
 

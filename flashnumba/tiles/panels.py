@@ -24,6 +24,7 @@ from flashnumba.machine.instructions import (
     stmatrix_x4,
     syncwarp,
     tma_store_2d,
+    tma_store_4d,
 )
 from flashnumba.machine.numba import cuda, uint32
 from flashnumba.tiles.swizzle import make_place
@@ -37,8 +38,9 @@ PANEL_BYTES = 16 * COLUMNS * 2
 
 
 @cache
-def make_panel_store(element: str, panels: int, broken: str = "") -> DeviceFunction:
+def make_panel_store(element: str, panels: int, broken: str = "", *, batched: bool = False) -> DeviceFunction:
     """``store(acc, at, stage, turn, out, row, col) -> turn``: 16 x 64 from ``acc[at : at + 32]`` on to a tensor map.
+    As ``batched`` two arguments more, ``head`` and ``batch``: the map has four axes, and boxes of ``[1, 1, 16, 64]``.
 
     The map ``out`` has boxes of ``[16, 64]`` with the 128-byte swizzle. ``stage`` is the shared address, a multiple of
     1024, of ``panels * PANEL_BYTES`` bytes of the warp's own, ``turn`` the offset of the panel whose turn it is. What
@@ -52,14 +54,25 @@ def make_panel_store(element: str, panels: int, broken: str = "") -> DeviceFunct
     """
     pack = {"float16": pack_f16x2, "bfloat16": pack_bf16x2}[element]
     all_but_later, end = bulk_wait_read(panels - 1), panels * PANEL_BYTES
-    place = make_place(COLUMNS // 8, swizzled=broken != "swizzle")
+    chunk_at = make_place(COLUMNS // 8, swizzled=broken != "swizzle")
     waits, fences, meets = broken != "store", broken != "proxy", broken != "lanes"
 
     @device
-    def store(acc, at, stage, turn, out, row, col):
+    def send(out, panel, row, col, place):
+        tma_store_2d(out, panel, col, row)
+
+    @device
+    def send_batched(out, panel, row, col, place):
+        head, batch = place
+        tma_store_4d(out, panel, col, row, head, batch)
+
+    send_panel = send_batched if batched else send
+
+    @device
+    def store(acc, at, stage, turn, out, row, col, *place):
         lane = uint32(cuda.threadIdx.x & 31)
         panel = uint32(stage + turn)
-        mine = place(lane & uint32(15), lane >> uint32(4))
+        mine = chunk_at(lane & uint32(15), lane >> uint32(4))
         words = cuda.local.array(4, uint32)
         if waits:
             if lane == uint32(0):
@@ -74,7 +87,7 @@ def make_panel_store(element: str, panels: int, broken: str = "") -> DeviceFunct
         if meets:
             syncwarp()  # all lanes have written, and fenced, before one of them starts the copy
         if lane == uint32(0):
-            tma_store_2d(out, panel, col, row)
+            send_panel(out, panel, row, col, place)
             bulk_commit()
         turn = uint32(turn + uint32(PANEL_BYTES))
         return uint32(0) if turn == uint32(end) else turn

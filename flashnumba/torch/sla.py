@@ -15,7 +15,7 @@ It begins at zero, as the authors' does, so that an untrained module is its spar
 Importing this module declares two operators, ``flashnumba::sla_forward`` and ``flashnumba::sla_backward``, so that
 ``torch.compile`` sees one node for each. On a GPU both are the kernels of :mod:`flashnumba.stages.sparsity.sla`, in
 float16 or bfloat16; on a CPU they are computed by definition in float64, which also serves ``gradcheck``.
-``torch.func`` and second derivatives are not served.
+``torch.func.grad`` and ``vmap`` go through them; there are no second derivatives, and none in forward mode.
 
 Source: Zhang et al., SLA, arXiv 2509.24006; the module's parameters are named as in thu-ml/SLA, and are those.
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from flashnumba.stages import heads
 from flashnumba.stages.sparsity.sla import check_options
 from flashnumba.stages.sparsity.sla_reference import BLOCK, EPS
-from flashnumba.torch.sla_operators import Maybe, Sla
+from flashnumba.torch.sla_operators import Functional, Maybe, Sla
 
 __all__ = ["BACKENDS", "SparseLinearAttention", "sla_attention"]
 
@@ -82,8 +82,12 @@ def sla_attention(
     q, k, v = (x[(None,) * (4 - axes)] for x in (q, k, v))
     eps = EPS[form] if eps is None else eps
     how = critical, negligible, feature_map, form, eps, causal, scale, backend
-    result = Sla.apply(q, k, v, proj, classes, *how)
-    o, classes = result if classes is None else (result, classes)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        o, *kept = Functional.apply(q, k, v, proj, classes, *how)
+        classes = kept[0] if classes is None else classes
+    else:
+        result = Sla.apply(q, k, v, proj, classes, *how)
+        o, classes = result if classes is None else (result, classes)
     o = o[(0,) * (4 - axes)]
     return (o, classes) if return_classes else o
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from flashnumba.machine.arrays import describe
 from flashnumba.stages import heads
@@ -20,8 +21,8 @@ from flashnumba.stages.sparsity import sla_reference as reference
 
 __all__ = ["BACKWARD", "FORWARD", "LEFT", "Maybe", "Sla", "backward", "forward", "forward_fake"]
 
-LEFT = tuple(name for name in sla.KEPT if name not in ("q", "k", "v", "proj", "classes"))
-"""What the forward's kernels leave for those of the gradients, beside the inputs and the map."""
+LEFT = tuple(name for name in sla.KEPT if name not in ("q", "k", "v", "proj", "o", "classes"))
+"""What the forward's kernels leave for those of the gradients, beside the inputs, o and the map."""
 OPTIONS = (
     "float critical, float negligible, str feature_map, str form, float eps, bool causal, float? scale, str backend"
 )
@@ -54,7 +55,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: 
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, left: list[Tensor], *how: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, o: Tensor, classes: Tensor, left: list[Tensor],
+    *how: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq, dk, dv, dproj), the last of the dtype of proj, and empty without one."""
     options, causal, scale, backend = _options(proj, *how)
@@ -64,6 +66,7 @@ def backward(
         "q": aligned(q),
         "k": aligned(k),
         "v": aligned(v),
+        "o": o.detach(),
         "classes": classes,
         **dict(zip(LEFT, left, strict=True)),
     }
@@ -128,9 +131,40 @@ def forward_fake(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *
 
 
 def backward_fake(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Tensor, left: list[Tensor], *how: Any
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, o: Tensor, classes: Tensor, left: list[Tensor],
+    *how: Any,
 ) -> Any:  # fmt: skip
     return (*(x.new_empty(x.shape) for x in (q, k, v)), q.new_empty(0) if proj is None else proj.new_empty(proj.shape))
+
+
+# -- under vmap: one batch more, which SLA has already; but a projection has a gradient for each sample ----------------
+def _vmapped(operator: Any) -> Any:
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        size, placed = info.batch_size, list(zip(args, in_dims, strict=True))
+        proj = args[3 if operator is torch.ops.flashnumba.sla_forward.default else 4]
+
+        def each(x: Any, dim: Any, pick: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return [each(y, d, pick) for y, d in zip(x, dim, strict=True)]
+            return pick(x, dim) if isinstance(x, Tensor) else x
+
+        def fold(x: Tensor, dim: int | None) -> Tensor:
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1).contiguous()
+
+        if proj is None:
+            results = operator(*(each(x, dim, fold) for x, dim in placed))
+            return tree_map(
+                lambda x: x.unflatten(0, (size, -1)) if x.numel() else x.expand(size, 0), results
+            ), tree_map(lambda x: 0, results)
+        samples = [
+            operator(*(each(x, dim, lambda x, dim, i=i: x if dim is None else x.select(dim, i)) for x, dim in placed))
+            for i in range(size)
+        ]
+        results = tree_map(lambda *x: torch.stack(x), *samples)
+        return results, tree_map(lambda x: 0, results)
+
+    return rule
 
 
 def _declare() -> tuple[torch.library.Library, Any, Any]:
@@ -142,8 +176,8 @@ def _declare() -> tuple[torch.library.Library, Any, Any]:
         tags=torch.Tag.pt2_compliant_tag,
     )
     library.define(
-        f"sla_backward(Tensor do, {inputs}, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, Tensor dk, "
-        "Tensor dv, Tensor dproj)",
+        f"sla_backward(Tensor do, {inputs}, Tensor o, Tensor classes, Tensor[] kept, {OPTIONS}) -> (Tensor dq, "
+        "Tensor dk, Tensor dv, Tensor dproj)",
         tags=torch.Tag.pt2_compliant_tag,
     )
     for name, does, fake in (("sla_forward", forward, forward_fake), ("sla_backward", backward, backward_fake)):
@@ -152,6 +186,8 @@ def _declare() -> tuple[torch.library.Library, Any, Any]:
         torch.library.register_fake(f"flashnumba::{name}", fake, lib=library)
     torch.library.register_autograd("flashnumba::sla_backward", _no_second_derivative, lib=library)
     operators = torch.ops.flashnumba
+    for operator in (operators.sla_forward.default, operators.sla_backward.default):
+        torch.library.register_vmap(operator.name().removesuffix(".default"), _vmapped(operator), lib=library)
     return library, operators.sla_forward.default, operators.sla_backward.default
 
 
@@ -163,21 +199,73 @@ _LIBRARY, FORWARD, BACKWARD = _declare()
 
 
 class Sla(torch.autograd.Function):
-    """The two operators as a function and its derivative; the map is held fixed."""
+    """The two operators as a function and its derivative; the map is held fixed. Returns o and the map, if it is not
+    given."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: Any) -> Any:
         o, kept = FORWARD(q, k, v, proj, classes, *how)
-        found, left = (kept[0], kept[1:]) if classes is None else (classes, kept)
-        ctx.how = how
-        ctx.save_for_backward(q, k, v, proj, found, *left)
+        _keep(ctx, (q, k, v, proj, classes, *how), (o, *kept))
         if classes is not None:
             return o
-        ctx.mark_non_differentiable(found)
-        return o, found
+        ctx.mark_non_differentiable(kept[0])
+        return o, kept[0]
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, *others: Any) -> Any:
-        q, k, v, proj, classes, *left = ctx.saved_tensors
-        *found, dproj = BACKWARD(do, q, k, v, proj, classes, left, *ctx.how)
-        return (*found, None if proj is None else dproj, None, *(None for _ in ctx.how))
+        return _derivative(ctx, do, BACKWARD)
+
+
+class Functional(torch.autograd.Function):
+    """The same for ``torch.func``, which does not see what a forward keeps unless it returns it: o and all of that."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: Any) -> Any:
+        o, kept = FORWARD(q, k, v, proj, classes, *how)
+        return (o, *kept)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _keep(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, *others: Any) -> Any:
+        return _derivative(ctx, do, FunctionalBackward.apply)
+
+
+class FunctionalBackward(torch.autograd.Function):
+    """The gradients for ``torch.func``."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_no_second_derivative)
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        do, q, k, v, proj, o, classes, *rest = args
+        left, how = rest[: len(rest) - HOW], rest[len(rest) - HOW :]
+        return BACKWARD(do, q, k, v, proj, o, classes, list(left), *how)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is kept: there is no derivative."""
+
+
+HOW = len(OPTIONS.split(", "))
+"""How many options the operators have."""
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    q, k, v, proj, classes, *ctx.how = inputs
+    o, *kept = output
+    found, left = (kept[0], kept[1:]) if classes is None else (classes, kept)
+    ctx.save_for_backward(q, k, v, proj, o, found, *left)
+
+
+def _derivative(ctx: Any, do: Tensor, backward: Any) -> Any:
+    q, k, v, proj, o, classes, *left = ctx.saved_tensors
+    rest = (left,) if backward is BACKWARD else left
+    *found, dproj = backward(do, q, k, v, proj, o, classes, *rest, *ctx.how)
+    return (*found, None if proj is None else dproj, None, *(None for _ in ctx.how))

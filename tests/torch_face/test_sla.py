@@ -98,13 +98,34 @@ def test_second_derivatives_are_refused():
         dq.sum().backward()
 
 
+def test_torch_func_has_gradients_and_vmap():
+    """A projection that samples share has a gradient for each of them."""
+    stacks = [torch.stack(x) for x in zip(*(made(70, 130, asks=False)[:3] for _ in range(3)), strict=True)]
+    proj = torch.randn(4, 4, dtype=torch.float64)
+
+    def loss(q, k, v, proj=None):
+        return attend(q, k, v, proj).sin().sum()
+
+    for shared, wanted in (((), (0, 2)), ((proj,), (0, 1, 3))):
+        gradient, places = torch.func.grad(loss, wanted), (0, 0, 0, *(None for _ in shared))
+        found = torch.vmap(gradient, places)(*stacks, *shared)
+        outputs = torch.vmap(attend, places)(*stacks, *shared)
+        for i in range(3):
+            leaves = [x[i].clone().requires_grad_() for x in stacks] + [x.clone().requires_grad_() for x in shared]
+            expected = torch.autograd.grad(loss(*leaves), [leaves[at] for at in wanted])
+            assert all(torch.equal(a[i], b) for a, b in zip(found, expected, strict=True))
+            assert torch.equal(outputs[i], attend(*leaves))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q, *(x[0] for x in stacks[1:])).sum())(stacks[0][0])
+
+
 def test_the_operators_pass_torchs_checks():
     q, k, v, proj = made(dtype=torch.float32, asks=False)
     how = 0.3, 0.3, "softmax", "paper", 0.0, False, None, "numpy"
     torch.library.opcheck(operators.FORWARD, (q, k, v, proj, None, *how))
     torch.library.opcheck(operators.FORWARD, (q, k, v, None, attend(q, k, v, return_classes=True)[1], *how))
     classes = attend(q, k, v, return_classes=True)[1]
-    torch.library.opcheck(operators.BACKWARD, (torch.randn_like(q), q, k, v, proj, classes, [], *how))
+    torch.library.opcheck(operators.BACKWARD, (torch.randn_like(q), q, k, v, proj, attend(q, k, v), classes, [], *how))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -46,6 +46,7 @@ from flashnumba.machine.instructions import (
     setmaxnreg_inc,
     shared_address,
     tma_load_2d,
+    tma_load_4d,
     tma_prefetch,
     wgmma,
     wgmma_commit,
@@ -142,7 +143,9 @@ class Tiles:
 
 
 @cache
-def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n", *, broken: str = "") -> Kernel:
+def make_wgmma(
+    element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n", *, batched: str = "", broken: str = ""
+) -> Kernel:  # fmt: skip
     """The kernel ``(a, b, c, rows, cols, depth)``: three tensor maps, and C's tiles down, across, and k in slots.
 
     Boxes are ``[bm, 64]`` of A ``[M, K]``, or ``[64, 64]`` of its transpose where it is m-major; ``[bn, 64]`` of B's
@@ -151,6 +154,8 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
     Args:
         element: float16 or bfloat16.
         a_major, b_major: see :mod:`flashnumba.stages.gemm.problem`.
+        batched: the name of a kernel for many products, ``(a, b, c, rows, cols, depth, heads, batches)``: maps have two
+            axes more in front, batches and heads, and boxes one of either.
         broken: plants a fault: ``"full"``, ``"empty"``, ``"wait"`` and ``"store"`` leave out a wait (for a slot's
             bytes, for a slot to be free, for the products, for a panel to be taken away), ``"fence"`` the fence before
             the products, ``"proxy"`` that before the copy engine reads C, ``"lanes"`` the barrier of the warp there,
@@ -170,7 +175,8 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
     give, take = setmaxnreg_dec(PRODUCER_REGISTERS), setmaxnreg_inc(tiles.registers)
     all_but_one, all_products = wgmma_wait(1), wgmma_wait(0)
     all_panels, stage_bytes = bulk_wait(0), PANEL_BYTES * tiles.panels
-    store_panel, raster = make_panel_store(element, tiles.panels, broken), make_raster(tiles.band)
+    store_panel = make_panel_store(element, tiles.panels, broken, batched=bool(batched))
+    raster = make_raster(tiles.band)
     waits_full, waits_empty, waits_products = broken != "full", broken != "empty", broken != "wait"
     fences, syncs, early, fresh = broken != "fence", broken != "init", broken == "release", broken != "accumulate"
     expected = slot_bytes - (16 if broken == "bytes" else 0)
@@ -188,19 +194,45 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
         return following, parity
 
     @device
-    def load_slot(target, bar, a, b, row, col, depth):
+    def load(target, x, bar, first, second, place):
+        tma_load_2d(target, x, bar, first, second)
+
+    @device
+    def load_batched(target, x, bar, first, second, place):
+        head, batch = place
+        tma_load_4d(target, x, bar, first, second, head, batch)
+
+    load_box = load_batched if batched else load
+
+    @device
+    def find(tile, rows, cols, heads):
+        """(row, column) of a tile of C, and where in the batch."""
+        tile_row, tile_col = raster(tile, rows, cols)
+        return tile_row, tile_col, ()
+
+    @device
+    def find_batched(tile, rows, cols, heads):
+        each = uint32(rows * cols)
+        number = uint32(tile // each)
+        tile_row, tile_col = raster(uint32(tile - number * each), rows, cols)
+        return tile_row, tile_col, (int32(number % heads), int32(number // heads))
+
+    find_tile = find_batched if batched else find
+
+    @device
+    def load_slot(target, bar, a, b, row, col, depth, place):
         """Start the copies of one slot: rows from ``row``, columns from ``col``, 64 of k from ``depth``."""
         mbarrier_arrive_expect_tx(bar, uint32(expected))
         if a_across:
             for p in range(a_panels):
-                tma_load_2d(target + uint32(p * panel_bytes), a, bar, row + int32(PANEL * p), depth)
+                load_box(target + uint32(p * panel_bytes), a, bar, row + int32(PANEL * p), depth, place)
         else:
-            tma_load_2d(target, a, bar, depth, row)
+            load_box(target, a, bar, depth, row, place)
         if b_across:
             for p in range(b_panels):
-                tma_load_2d(target + uint32(a_bytes + p * panel_bytes), b, bar, col + int32(PANEL * p), depth)
+                load_box(target + uint32(a_bytes + p * panel_bytes), b, bar, col + int32(PANEL * p), depth, place)
         else:
-            tma_load_2d(target + uint32(a_bytes), b, bar, depth, col)
+            load_box(target + uint32(a_bytes), b, bar, depth, col, place)
 
     @device
     def multiply(acc, slot, a_first, b_first, more):
@@ -215,33 +247,33 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
                     product(acc, r * words_row + i * words_each, a_part, b_part, more if step == 0 else int32(1))
 
     @device
-    def store_tile(acc, stage, turn, c, row, col):
+    def store_tile(acc, stage, turn, c, row, col, place):
         """A warp's 16 rows of each 64 of its consumer, panel by panel."""
         for r in range(high):
             for p in range(bn // PANEL):
                 at, below, right = r * words_row + p * PANEL // 2, int32(64 * r), int32(PANEL * p)
-                turn = store_panel(acc, at, stage, turn, c, row + below, col + right)
+                turn = store_panel(acc, at, stage, turn, c, row + below, col + right, *place)
         return turn
 
     @device
-    def produce(ring, full, empty, a, b, rows, cols, depth):
+    def produce(ring, full, empty, a, b, rows, cols, depth, heads, tiles_in_all):
         slot, parity = uint32(0), uint32(1)
         tile = uint32(cuda.blockIdx.x)
-        while tile < uint32(rows * cols):
-            tile_row, tile_col = raster(tile, rows, cols)
+        while tile < tiles_in_all:
+            tile_row, tile_col, place = find_tile(tile, rows, cols, heads)
             row, col = int32(tile_row * uint32(bm)), int32(tile_col * uint32(bn))
             t = uint32(0)
             while t < depth:
                 if waits_empty:
                     mbarrier_wait(empty + slot * uint32(8), parity)  # all consumers have let the slot go
                 target, bar = ring + slot * uint32(slot_bytes), full + slot * uint32(8)
-                load_slot(target, bar, a, b, row, col, int32(t * uint32(PANEL)))
+                load_slot(target, bar, a, b, row, col, int32(t * uint32(PANEL)), place)
                 slot, parity = after(slot, parity)
                 t = uint32(t + uint32(1))
             tile = uint32(tile + uint32(cuda.gridDim.x))
 
     @device
-    def consume(acc, ring, full, empty, stage, c, rows, cols, depth):
+    def consume(acc, ring, full, empty, stage, c, rows, cols, depth, heads, tiles_in_all):
         mine = uint32(uint32(cuda.threadIdx.x >> 7) - uint32(1))
         warp = uint32((cuda.threadIdx.x & 127) >> 5)
         leads = (cuda.threadIdx.x & 127) == 0
@@ -251,7 +283,7 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
         my_stage = stage + (mine * uint32(4) + warp) * uint32(stage_bytes)
         slot, parity, before, turn = uint32(0), uint32(0), uint32(0), uint32(0)
         tile = uint32(cuda.blockIdx.x)
-        while tile < uint32(rows * cols):
+        while tile < tiles_in_all:
             t = uint32(0)
             while t < depth:
                 if waits_full:
@@ -273,14 +305,14 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
             all_products()
             if leads and not early:
                 mbarrier_arrive(empty + before * uint32(8))
-            tile_row, tile_col = raster(tile, rows, cols)
+            tile_row, tile_col, place = find_tile(tile, rows, cols, heads)
             row = int32(tile_row * uint32(bm) + first_64 * uint32(64) + warp * uint32(16))
-            turn = store_tile(acc, my_stage, turn, c, row, int32(tile_col * uint32(bn)))
+            turn = store_tile(acc, my_stage, turn, c, row, int32(tile_col * uint32(bn)), place)
             tile = uint32(tile + uint32(cuda.gridDim.x))
         all_panels()
 
-    @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name="wgmma")
-    def wgmma_kernel(a, b, c, rows, cols, depth):
+    @device
+    def run(a, b, c, rows, cols, depth, heads, tiles_in_all):
         smem = cuda.shared.array(0, uint8)
         ring = uint32((shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00))
         stage = ring + uint32(slots * slot_bytes)
@@ -300,10 +332,18 @@ def make_wgmma(element: str, tiles: Tiles, a_major: str = "k", b_major: str = "n
         if cuda.threadIdx.x < 128:
             give()
             if cuda.threadIdx.x == 0:
-                produce(ring, full, empty, a, b, rows, cols, depth)
+                produce(ring, full, empty, a, b, rows, cols, depth, heads, tiles_in_all)
         else:
             take()
             acc = cuda.local.array(accumulators, float32)
-            consume(acc, ring, full, empty, stage, c, rows, cols, depth)
+            consume(acc, ring, full, empty, stage, c, rows, cols, depth, heads, tiles_in_all)
 
-    return wgmma_kernel
+    @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name="wgmma")
+    def wgmma_kernel(a, b, c, rows, cols, depth):
+        run(a, b, c, rows, cols, depth, uint32(1), uint32(rows * cols))
+
+    @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name=batched)
+    def batched_kernel(a, b, c, rows, cols, depth, heads, batches):
+        run(a, b, c, rows, cols, depth, heads, uint32(uint32(rows * cols) * uint32(heads * batches)))
+
+    return batched_kernel if batched else wgmma_kernel

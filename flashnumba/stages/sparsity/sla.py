@@ -3,8 +3,8 @@
 Which kernels that are :mod:`flashnumba.stages.sparsity.sla_plans` says. They are on tensor cores where they multiply
 tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits every time.
 
-Beside its inputs and o a forward keeps phi of q and of k, O^s and O^l (of their sizes), the sums H (D (D + 1) numbers
-of 16 bits for 64 rows: twice as many bytes as q at D = 128), five numbers a row, and the map.
+Beside its inputs and o a forward keeps the sums H (D (D + 1) numbers of 16 bits for 64 rows: twice as many bytes as q
+at D = 128), four numbers a row, and the map.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -22,8 +22,10 @@ import numpy as np
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import Described, describe, empty_like_kind
 from flashnumba.stages import heads
+from flashnumba.stages.again import Recipe, Recipes, kind, of_sla
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
+from flashnumba.stages.sparsity import sla_gather
 from flashnumba.stages.sparsity.sla_plans import (
     DEFAULT,
     Options,
@@ -41,8 +43,7 @@ __all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check", "check_
 DIMENSIONS = (64, 128)
 """Head dimensions that kernels take."""
 KEPT = (
-    "q", "k", "v", "proj", "o_s", "o_l", "phi_q", "phi_k", "lse", "origin", "bias", "share", "classes", "lists",
-    "counts", "weights", "sums",
+    "q", "k", "v", "proj", "o", "lse", "origin", "bias", "share", "classes", "lists", "counts", "weights", "sums",
 )  # fmt: skip
 """What the forward keeps for the gradients, by name."""
 
@@ -85,7 +86,7 @@ class Kept:
     arrays: dict[str, Any]
 
     def launch(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> None:
-        """Launch a plan, with new arrays for what of its scratch is not known yet."""
+        """Launch a plan, with new arrays for what of its scratch is not known yet; ``known`` gets all arguments."""
         with library_stream(self.found, stream):
             self.bind(plan, known, stream)()
 
@@ -102,6 +103,7 @@ class Kept:
         for name, size in plan.scratch.items():
             if name not in known:
                 known[name] = empty_like_kind(self.arrays["q"], size, of[name][0])
+        known |= sla_gather.arguments(shape, known, {name for launch in plan.launches for name in launch.args})
         steps = [
             (self.prepared(launch), launch.grid, launch.threads, tuple(known[name] for name in launch.args))
             for launch in plan.launches
@@ -141,6 +143,10 @@ def forward(
     Raises:
         TypeError, ValueError: an argument does not fit, before anything is launched.
     """
+    key = key_of(q, k, v, proj, classes, options, causal, scale, machine, stream)
+    again = RECIPES.get(key)
+    if again is not None:
+        return again(q, k, v, proj, classes)
     check_machine(machine)
     named = {"q": q, "k": k, "v": v} | ({} if proj is None else {"proj": proj})
     refuse_gradients(**named)
@@ -164,9 +170,49 @@ def forward(
         views["classes"] = check_classes(classes, shape, of_q)
     views["o"] = heads._view(o, replace(describe(o, "o"), readonly=False), 4)
     kept = Kept(shape, options, scale, machine, of_q.device, of_q, {"q": q})
-    kept.launch(plan_forward(shape, options, given=classes is not None), views, stream)
-    kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v}
+    plan = plan_forward(shape, options, given=classes is not None)
+    kept.launch(plan, views, stream)
+    RECIPES.add(key, remember(kept, plan, views, proj is not None, classes is not None) if key else None)
+    kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v, "o": o}
     return finish(o, of_q, stream), kept
+
+
+def key_of(
+    q: Any, k: Any, v: Any, proj: Any, classes: Any, options: Options, causal: Any, scale: Any, machine: Any,
+    stream: Any,
+) -> Any:  # fmt: skip
+    """What the launches of a forward depend on; None for arguments that are looked at each time."""
+    kinds = kind(q), kind(k), kind(v), proj is None or kind(proj), classes is None or kind(classes)
+    if None in kinds or stream is not None or machine not in ("auto", "cuda") or causal.__class__ is not bool:
+        return None
+    if scale is not None and scale.__class__ is not float:
+        return None
+    return kinds, options, causal, scale
+
+
+@dataclass(frozen=True)
+class Again:
+    """A forward on torch tensors like those of an earlier one."""
+
+    recipe: Recipe
+    kept: Kept
+    names: tuple[str, ...]
+
+    def __call__(self, q: Any, k: Any, v: Any, proj: Any, classes: Any) -> tuple[Any, Kept]:
+        given = {"q": q, "k": k, "v": v, "proj": proj, "classes": classes}
+        given = {name: x for name, x in given.items() if x is not None}
+        made = dict(zip(self.names, self.recipe(*given.values()), strict=True))
+        return made["o"], replace(self.kept, arrays=given | made)
+
+
+def remember(kept: Kept, plan: Plan, known: dict[str, Any], projected: bool, mapped: bool) -> Again:
+    """What launches a plan again that was launched with the arguments ``known``."""
+    given = ("q", "k", "v", *(("proj",) if projected else ()), *(("classes",) if mapped else ()))
+    names = tuple(name for name in KEPT if name not in given and name in known and name != "proj")
+    return Again(of_sla(kept, plan, known, given, names), replace(kept, arrays={}), names)
+
+
+RECIPES = Recipes()
 
 
 def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, Any]:
@@ -186,7 +232,7 @@ def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, An
     arrays = kept.arrays
     with library_stream(of_q, stream):
         results = [empty_like_kind(arrays[name], describe(arrays[name], name).shape) for name in "qkv"]
-    known = {name: heads._view(arrays[name], describe(arrays[name], name), 4) for name in "qkv"}
+    known = {name: heads._view(arrays[name], describe(arrays[name], name), 4) for name in ("q", "k", "v", "o")}
     known |= {name: arrays[name] for name in KEPT if name in arrays and name not in known}
     known["do"] = heads._view(do, of_do, 4)
     for name, result in zip(("dq", "dk", "dv"), results, strict=True):

@@ -8,6 +8,10 @@ comes next. The maximum and the logarithm of the sum come apart from the forward
 again, whatever its scores are. What the linear part has left in dq, dk and dv is added before the result is rounded.
 Every sum has a fixed order: no atomics, the same bits every time.
 
+With all tiles critical these are the gradients of dense attention and within the same budget, but not its bits. A dense
+weight is 2^(s factor - lse log2 e), as lse is all that its caller has, and here 2^((s - maximum) factor - log2 sum):
+they round apart, and sometimes the weight of 11 bits then does. Products are also summed in the order of other tiles.
+
 The limit: a key tile that many rows find critical is one block's work, and the last block decides when a launch ends.
 
 Source: Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2; Zhang et al., SLA, arXiv 2509.24006, algorithm 2.
@@ -23,8 +27,7 @@ from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32,
 from flashnumba.stages.backward.mma_keys import make_key_steps
 from flashnumba.stages.backward.mma_parts import address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.stages.sparsity.sla_features import piece_of
-from flashnumba.stages.sparsity.sla_products import make_row_steps
+from flashnumba.stages.sparsity.sla_products import make_row_steps, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E

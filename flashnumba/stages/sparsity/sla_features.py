@@ -1,11 +1,9 @@
-"""The first pass of SLA over Q and over K: phi of each row, and the mean of each tile's rows.
+"""phi of SLA's linear part, and the way back through it, for the rows of a tile in shared memory.
 
-One read serves both. ``d / 8`` neighbouring lanes share a row, 16 bytes each, so that loads and stores of a warp cover
-whole rows; the sums over columns that the softmax needs are a butterfly among them. phi leaves rounded to the inputs'
-type, as the tensor cores will take it; means leave in float32, transposed, so that the lanes that compare one row tile
-with neighbouring key tiles read side by side (:mod:`flashnumba.stages.sparsity.sla_lists`).
-
-Bytes: each row is read once and written once; that is what it costs.
+phi is not kept: wherever a tile of Q or of K is at hand, its phi is a few instructions an element, and fewer bytes than
+to write it once and read it twice. Four lanes share a row, as in the accumulators of a product, so that sums over
+columns are a butterfly among them; phi takes the place of what it is made of, rounded to the inputs' type, as tensor
+cores will read it.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -14,55 +12,44 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
-from flashnumba.machine.instructions import ex2_approx, global_address, rcp_approx
-from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
-from flashnumba.stages.sparsity.sla_reference import BLOCK
+from flashnumba.machine.function import DeviceFunction, device
+from flashnumba.machine.instructions import ex2_approx, ld_shared_b32, rcp_approx, st_shared_b32
+from flashnumba.machine.numba import cuda, float32, uint32
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.online import LOG2_E, NOTHING
 from flashnumba.tiles.reduce import lanes_max, lanes_sum
+from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["THREADS", "make_features", "make_pull_back", "piece_of"]
-
-THREADS = 128
-E = 8
-"""Elements of 16 bytes."""
-
-
-@device
-def piece_of(number, tiles, heads):
-    """(batch, head, tile) of block ``number``: tile by tile, head by head. int64."""
-    index, tile = uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
-    return int64(index // uint32(heads)), int64(index % uint32(heads)), int64(tile)
+__all__ = ["make_features", "make_pull_back"]
 
 
 @cache
-def make_map(feature_map: str, lanes: int) -> DeviceFunction:
-    """``phi(x)``: of a row whose eight columns from each of ``lanes`` lanes are in ``x[0:8]``, in place."""
-    over_max, over_sum = lanes_max(lanes), lanes_sum(lanes)
+def make_map(feature_map: str, count: int) -> DeviceFunction:
+    """``phi(x)``: of a row of which four lanes have ``count`` columns each, in place."""
+    over_max, over_sum = lanes_max(4), lanes_sum(4)
 
     @device
     def softmax(x):
         top, total = float32(NOTHING), float32(0)
-        for e in range(E):
+        for e in range(count):
             top = max(top, x[e])
         top = over_max(top)
-        for e in range(E):
+        for e in range(count):
             x[e] = ex2_approx((x[e] - top) * float32(LOG2_E))
             total += x[e]
         share = rcp_approx(over_sum(total))
-        for e in range(E):
+        for e in range(count):
             x[e] *= share
 
     @device
     def elu(x):
-        for e in range(E):
+        for e in range(count):
             below = ex2_approx(min(x[e], float32(0)) * float32(LOG2_E))
             x[e] = x[e] + float32(1) if x[e] > float32(0) else below
 
     @device
     def relu(x):
-        for e in range(E):
+        for e in range(count):
             x[e] = max(x[e], float32(0))
 
     return {"softmax": softmax, "elu": elu, "relu": relu}[feature_map]
@@ -88,66 +75,33 @@ def make_pull_back(feature_map: str) -> DeviceFunction:
 
 
 @cache
-def make_features(d: int, element: str, feature_map: str, arch: str = "80", *, broken: str = "") -> Kernel:
-    """``(x, phi, means)``: x ``[B, H, N, d]`` with packed rows at multiples of 16 bytes; phi packed; means float32
-    ``[B, H, d, tiles]``. A block for each tile, :data:`THREADS` threads.
+def make_features(d: int, element: str, feature_map: str, arch: str = "80", *, tail: bool = True) -> DeviceFunction:
+    """``features(tile, warp_row, lane, left)``: 16 rows from ``warp_row`` on become their phi, and zeros from row
+    ``left`` of the tile on.
+
+    A lane reads and writes its own words; others of the warp may read after ``syncwarp``.
 
     Args:
-        broken: plants ``"barrier"`` (none before the sums of a tile are added up), or ``"tail"`` (the last tile's mean
-            is taken as if it were whole).
+        tail: False plants a fault: rows that are not there have a phi as well.
     """
-    lanes, wide = d // E, vectors(element, 16, arch=arch)
-    load, store, low, high, pack = wide.load, wide.store, wide.low, wide.high, wide.pack
-    at_once = THREADS // lanes
-    steps, size = BLOCK // at_once, at_once * d
-    phi_of = make_map(feature_map, lanes)
-    meets, whole = broken != "barrier", broken == "tail"
+    groups, count, place = d // 8, d // 4, swizzle(d).at
+    wide = vectors(element, 4, arch=arch)
+    low, high, pair, phi = wide.low, wide.high, wide.pack, make_map(feature_map, count)
 
     @device
-    def unpack(raw, x):
-        for w in range(4):
-            x[2 * w] = low(raw[w])
-            x[2 * w + 1] = high(raw[w])
-
-    @kernel(threads=THREADS, arch=arch, name="sparsity.sla features")
-    def features(x, phi, means):
-        parts = cuda.shared.array(size, float32)
-        raw = cuda.local.array(4, uint32)
-        value = cuda.local.array(E, float32)
-        total = cuda.local.array(E, float32)
-        rows = x.shape[2]
-        batch, head, tile = piece_of(cuda.blockIdx.x, means.shape[3], x.shape[1])
-        lane, line = uint32(cuda.threadIdx.x) % uint32(lanes), uint32(cuda.threadIdx.x) // uint32(lanes)
-        first = tile * BLOCK + int64(line)
-        source = int64(global_address(x)) + batch * x.strides[0] + head * x.strides[1] + int64(16) * int64(lane)
-        target = (
-            int64(global_address(phi)) + batch * phi.strides[0] + head * phi.strides[1] + int64(16) * int64(lane)
-        )  # fmt: skip
-        for e in range(E):
-            total[e] = float32(0)
-        for i in range(steps):
-            row = first + i * at_once
-            for w in range(4):
-                raw[w] = uint32(0)
-            if row < rows:
-                load(raw, 0, uint64(source + row * x.strides[2]))
-            unpack(raw, value)
-            for e in range(E):
-                total[e] += value[e]
-            phi_of(value)
-            for w in range(4):
-                raw[w] = pack(value[2 * w], value[2 * w + 1])
-            if row < rows:
-                store(uint64(target + row * phi.strides[2]), raw, 0)
-        for e in range(E):
-            parts[uint32(line * uint32(d) + lane * uint32(E) + uint32(e))] = total[e]
-        if meets:
-            cuda.syncthreads()  # the sums of all lines are there
-        if cuda.threadIdx.x < d:
-            over = float32(0)
-            for i in range(at_once):
-                over += parts[i * d + cuda.threadIdx.x]
-            there = BLOCK if whole else min(int64(BLOCK), rows - tile * BLOCK)
-            means[batch, head, int64(cuda.threadIdx.x), tile] = over * rcp_approx(float32(there))
+    def features(tile, warp_row, lane, left):
+        x = cuda.local.array(count, float32)
+        for half in range(2):
+            row = warp_row + (lane >> 2) + 8 * half
+            for n in range(groups):
+                word = ld_shared_b32(place(tile, row, n) + uint32(4 * (lane & 3)))
+                x[2 * n] = low(word)
+                x[2 * n + 1] = high(word)
+            phi(x)
+            if tail and row >= left:
+                for e in range(count):
+                    x[e] = float32(0)
+            for n in range(groups):
+                st_shared_b32(place(tile, row, n) + uint32(4 * (lane & 3)), pair(x[2 * n], x[2 * n + 1]))
 
     return features

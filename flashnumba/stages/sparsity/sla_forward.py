@@ -1,18 +1,17 @@
-"""The forward of SLA: softmax attention over a row tile's list of key tiles, and the linear part with the sum of both.
+"""The forward of SLA: softmax attention over a row tile's list of key tiles, and the linear part at its end.
 
-``attend``
-    The flash forward's steps, whose next key tile is the list's and not the next one. It leaves O^s, lse, and of each
-    row what the gradients make its weights of: the maximum of S and log2 of the sum, apart, so that scores of any size
-    lose nothing.
-``combine``
-    O^l = phi(Q_i) H_i / (phi(Q_i) Z_i), then O = O^s + O^l proj, a block for each row tile.
+The flash forward's steps, whose next key tile is the list's and not the next one; then
+:mod:`flashnumba.stages.sparsity.sla_linear` adds the linear part while O^s is in registers. Beside o it leaves lse, and
+of each row what the gradients make its weights of: the maximum of S and log2 of the sum, apart, so that scores of any
+size lose nothing.
 
 What changed beside :mod:`flashnumba.tiles.forward`: 64 rows a block, since that is what shares a list. So K and V come
 from L2 for 64 rows and not for 128; where the compiler finds no registers for warps of 32 rows they are also read from
 shared memory for 16 rows at a time. So a tile costs more than in dense attention, and 95 % fewer tiles are less than 20
 times faster.
 
-With all tiles critical o is that of dense attention with as many keys a step, bit for bit.
+With all tiles critical o is that of dense attention with as many keys a step, bit for bit. Under a causal mask later
+rows have the longer lists, and go first.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -22,28 +21,19 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.instructions import (
-    cp_async_commit,
-    cp_async_wait,
-    global_address,
-    lg2_approx,
-    rcp_approx,
-    shared_address,
-)
+from flashnumba.machine.instructions import cp_async_commit, cp_async_wait, lane_id, lg2_approx, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.stages.sparsity.sla_features import piece_of
-from flashnumba.stages.sparsity.sla_products import WARPS, address_of, make_product, make_row_steps
+from flashnumba.stages.sparsity import sla_linear
+from flashnumba.stages.sparsity.sla_products import WARPS, address_of, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, seen
 from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.rows import make_hide, make_store
 
-__all__ = ["ATTEND_FAULTS", "COMBINE_FAULTS", "combine_shared", "forward_tiles", "make_attend", "make_combine"]
+__all__ = ["FAULTS", "forward_tiles", "make_attend"]
 
-ATTEND_FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "list", "stride")
+FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "list", "stride", *sla_linear.FAULTS)
 """What can be planted: "list" walks over the key tiles from the first on, whatever the list says."""
-COMBINE_FAULTS = ("barrier", "wait", "divide", "sparse")
-"""What can be planted: "divide" leaves the sum of weights out, "sparse" O^s."""
 
 
 def forward_tiles(d: int, arch: str = "90a") -> AttentionTiles:
@@ -59,9 +49,12 @@ def forward_tiles(d: int, arch: str = "90a") -> AttentionTiles:
 
 
 @cache
-def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
-    """``(q, k, v, o, lse, origin, bias, lists, counts, scale, causal)``; rows at multiples of 16 bytes, columns packed,
-    head dimension ``tiles.d``; scale above 0. A block for each row tile."""
+def make_attend(
+    tiles: AttentionTiles, element: str, feature_map: str = "softmax", arch: str = "80", *, broken: str = ""
+) -> Kernel:  # fmt: skip
+    """``(q, k, v, o, lse, origin, bias, share, lists, counts, sums, scale, eps, causal)``; rows at multiples of 16
+    bytes, columns packed, head dimension ``tiles.d``; scale above 0; sums ``[B, H, row tiles, d (d + 1)]``. A block for
+    each row tile."""
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     steps = make_steps(tiles, element, arch)
     clear, load_q, multiply_qk, softmax_pv, row_total = (
@@ -71,6 +64,7 @@ def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken
     next_row, pitch, slot_bytes = int(broken != "causal"), tiles.pitch, tiles.slot
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     store = make_store(tiles, element, 16, arch)
+    add_linear = sla_linear.make_linear(tiles, element, feature_map, arch, broken=broken)
     copy_q = make_copy_tile(bm, d, threads, 16, arch, even=True)
     copy_k = make_copy_tile(bn, d, threads, 16, arch, even=True, on=broken != "swizzle")
     copy_v = make_copy_tile(bn, d, threads, 16, arch, even=True)
@@ -89,7 +83,7 @@ def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken
         copy_v(v_tile, v_from + first * v_row, v_row, v.strides[3], v.shape[2] - first, v.shape[3])
 
     @kernel(threads=threads, min_blocks=tiles.min_blocks, arch=arch, name="sparsity.sla attend")
-    def attend(q, k, v, o, lse, origin, bias, lists, counts, scale, causal):
+    def attend(q, k, v, o, lse, origin, bias, share, lists, counts, sums, scale, eps, causal):
         smem = cuda.shared.array(0, uint8)
         q_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
         k_tile = q_tile + uint32(bm * pitch)
@@ -98,6 +92,8 @@ def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken
         warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
         m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
         batch, head, block = piece_of(cuda.blockIdx.x, counts.shape[2], q.shape[1])
+        if causal != 0:
+            block = counts.shape[2] - 1 - block
         row0, offset = block * bm, n_rows - m_rows
         k_from, v_from = address_of(k, batch, head, int64(0)), address_of(v, batch, head, int64(0))
         whole = min(n_rows, row0 + offset + next_row) if causal != 0 else n_rows  # all rows see the keys before it
@@ -158,78 +154,8 @@ def make_attend(tiles: AttentionTiles, element: str, arch: str = "80", *, broken
                 lse[batch, head, row] = log_sum(m[r], total, factor)
                 origin[batch, head, row] = seen(m[r])
                 bias[batch, head, row] = float32(float("inf")) if total == float32(0) else lg2_approx(total)
+        add_linear(acc, l, q_tile, k_tile, sums, share, eps, batch, head, block, warp_row, m_rows - row0)
         to = address_of(o, batch, head, row0)
-        store(to, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
+        store(to, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, int32(lane_id()), m_rows - row0, columns)
 
     return attend
-
-
-def combine_shared(d: int) -> int:
-    """Bytes of dynamic shared memory of ``combine``."""
-    return ALIGNMENT + 2 * d * (BLOCK + 2 * d)
-
-
-@cache
-def make_combine(d: int, element: str, projected: bool = True, arch: str = "80", *, broken: str = "") -> Kernel:
-    """``(phi, sums, proj, o_s, o_l, o, share, eps)``: phi, o_s, o_l and o ``[B, H, M, d]``, sums ``[B, H, row tiles, d
-    (d + 1)]``, proj ``[d, d]`` with packed rows, share float32 ``[B, H, M]``: 1 / (phi Z + eps), or 0 where there is
-    nothing. A block for each row tile. ``projected`` False: proj is not read, and is the identity."""
-    threads, row_bytes, state_bytes = 32 * WARPS, 2 * BLOCK * d, 2 * d * d
-    steps = make_row_steps(d, element, None, arch)
-    clear, pack, dot_row, add, store = steps.clear, steps.pack, steps.dot_row, steps.add, steps.store
-    copy_rows = make_copy_tile(BLOCK, d, threads, 16, arch, even=True)
-    copy_state = make_copy_tile(d, d, threads, 16, arch, even=True)
-    multiply, multiply_packed = make_product(element, BLOCK, d, d, True, False, arch)
-    regs, packed = d // 2, d // 4
-    wait_all = cp_async_wait(0)
-    waits, meets, divides, with_sparse = (broken != x for x in ("wait", "barrier", "divide", "sparse"))
-
-    @kernel(threads=threads, arch=arch, name="sparsity.sla combine")
-    def combine(phi, sums, proj, o_s, o_l, o, share, eps):
-        smem = cuda.shared.array(0, uint8)
-        phi_tile = (shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT)
-        h_tile = phi_tile + uint32(row_bytes)
-        proj_tile = h_tile + uint32(state_bytes)
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        warp_row = int32(16) * warp
-        batch, head, tile = piece_of(cuda.blockIdx.x, sums.shape[2], phi.shape[1])
-        row0, rows, columns = tile * BLOCK, phi.shape[2] - tile * BLOCK, phi.shape[3]
-        h_from = address_of(sums, batch, head, tile)
-        state_row, state_column = int64(2 * d), int64(2)
-        copy_rows(phi_tile, address_of(phi, batch, head, row0), phi.strides[2], phi.strides[3], rows, columns)
-        copy_state(h_tile, h_from, state_row, state_column, int64(d), int64(d))
-        if projected:
-            copy_state(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], int64(d), int64(d))
-        cp_async_commit()
-        if waits:
-            wait_all()
-        if meets:
-            cuda.syncthreads()  # all tiles are there for all
-        c = cuda.local.array(regs, float32)
-        p = cuda.local.array(packed, uint32)
-        sums_of = cuda.local.array(2, float32)
-        clear(c)
-        multiply(c, phi_tile, h_tile, warp)
-        dot_row(phi_tile, h_from + int64(state_bytes), warp_row, lane, sums_of)
-        for half in range(2):
-            row = int64(warp_row) + int64(lane >> 2) + int64(8 * half)
-            total = sums_of[half] + eps
-            part = float32(0) if total == float32(0) else rcp_approx(total)
-            if (lane & 3) == 0 and row < rows:
-                share[batch, head, row0 + row] = part
-            for n in range(d // 8):
-                for i in range(2):
-                    c[4 * n + 2 * half + i] *= part if divides else float32(1)
-        pack(c, p)
-        store(
-            address_of(o_l, batch, head, row0), o_l.strides[2], o_l.strides[3], c, phi_tile, warp_row, lane, rows,
-            columns,
-        )  # fmt: skip
-        if projected:
-            clear(c)
-            multiply_packed(c, p, proj_tile)
-        if with_sparse:
-            add(c, address_of(o_s, batch, head, row0), o_s.strides[2], warp_row, lane, rows)
-        store(address_of(o, batch, head, row0), o.strides[2], o.strides[3], c, phi_tile, warp_row, lane, rows, columns)
-
-    return combine

@@ -1,18 +1,20 @@
 """SLA's map, and the lists that kernels walk over: the key tiles that a row tile attends to, and the other way round.
 
 ``classify``
-    A warp for each row tile, and several in a block so that the means of keys, of which each warp reads all, come from
-    the cache of its multiprocessor: from L2 alone they were most of the time. Guesses are products of means, a lane for
-    each key tile. The k-th greatest is found bit by bit, from the top: of 32 bits that order as the float does, the
-    greatest prefix that at least k guesses reach. That is 32 passes over the guesses in shared memory whatever k is,
-    with no sort, and exact. Equal guesses are taken in order.
+    A block has :data:`ROWS` row tiles. Guesses are products of means, a lane for each key tile: a mean of keys is
+    loaded once for all of the block's rows, and so is most of the traffic gone. Then each warp has a row tile. Its two
+    limits, the k-th greatest guess for two k, are found together, bit by bit from the top: of 32 bits that order as the
+    float does, the greatest prefix that at least k guesses reach. It ends as soon as exactly k reach it, after about 16
+    passes over guesses, which up to 512 key tiles are in registers: with no sort, and exact. Equal guesses are taken in
+    order.
 ``row_lists``
-    A warp for each row tile: its critical tiles in order, packed, how many they are, and the row of the 0/1 matrix by
-    which the states of the linear part are summed on tensor cores, times a power of two (``sla_reference.mean_of``).
+    What ``classify`` does at its end, for a map of the caller's: of a row tile its critical tiles in order, packed, how
+    many they are, and the row of the 0/1 matrix by which the states of the linear part are summed on tensor cores,
+    times a power of two (``sla_reference.mean_of``).
 ``key_lists``
     A lane for each key tile: the row tiles for which it is critical, in order.
 
-Cost: of N tokens T = N / 64 tiles; T^2 d multiply-adds and about 400 T^2 / 32 instructions of a warp, where dense
+Cost: of N tokens T = N / 64 tiles; T^2 d multiply-adds and about 150 T^2 / 32 instructions of a warp, where dense
 attention has 8192 T^2 d multiply-adds.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`; selection by bits is the radix select of Alabi et al.,
@@ -23,21 +25,33 @@ from __future__ import annotations
 
 from functools import cache
 
-from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.instructions import f32_to_bits, syncwarp, vote_ballot
+from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
+from flashnumba.machine.instructions import (
+    f32_to_bits,
+    ld_shared_v4_f32,
+    shared_address,
+    shfl_xor,
+    st_shared_f32,
+    vote_ballot,
+)
 from flashnumba.machine.numba import cuda, float32, int8, int32, int64, uint32
-from flashnumba.stages.sparsity.sla_features import piece_of
+from flashnumba.stages.sparsity.sla_products import piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK, CUT, FORMS, MILLION, UNSEEN
 from flashnumba.tiles.elements import scalar
 
-__all__ = ["classify_warps", "make_classify", "make_key_lists", "make_row_lists"]
+__all__ = ["CLASSIFY_THREADS", "classify_held", "classify_rows", "classify_shared", "make_classify", "make_key_lists",
+           "make_row_lists"]  # fmt: skip
 
 MOST = 0xFFFFFFFF
 KEY_THREADS = 128
 AHEAD = 8
 """Row tiles whose class a thread of ``key_lists`` loads before it looks at the first of them."""
+ROWS = (8, 16)
+"""Row tiles a block of ``classify``: with up to 512 key tiles as many as it has warps, and then more, as the means of
+keys come from L2 once for all of them."""
+CLASSIFY_THREADS = 256
 MOST_GUESSES = 64 * 1024
-"""Bytes of guesses in shared memory up to which a block has more than one warp."""
+"""Bytes of guesses in shared memory up to which a block has more than one row tile."""
 
 
 @device
@@ -54,143 +68,265 @@ def below(ballot, lane):
 
 
 @device
-def reaching(keys, seen, least, lane):
-    """How many of the first ``seen`` keys are at least ``least``."""
-    found = int32(0)
-    for first in range(int32(0), int32(seen), int32(32)):
-        j = int32(first + lane)
-        found += int32(cuda.popc(vote_ballot(j < seen and keys[j] >= least)))
-    return found
-
-
-@device
-def greatest(keys, seen, k, lane):
-    """The k-th greatest of the first ``seen`` keys, k from 1 on; 2^32 - 1 for k = 0."""
-    if k == int32(0):
-        return uint32(MOST)
-    prefix, bit = uint32(0), uint32(0x80000000)
-    while bit != uint32(0):
-        if reaching(keys, seen, uint32(prefix | bit), lane) >= k:
-            prefix = uint32(prefix | bit)
-        bit = uint32(bit >> uint32(1))
-    return prefix
-
-
-def classify_warps(tiles: int) -> int:
-    """Warps of a block of ``classify`` for so many key tiles; each has 4 bytes of shared memory for each of them."""
-    return next((warps for warps in (8, 4, 2) if 4 * warps * tiles <= MOST_GUESSES), 1)
+def over_lanes(x):
+    """The sum over the warp, uint32."""
+    for i in range(5):
+        x = uint32(x + shfl_xor(x, int32(1 << i)))
+    return x
 
 
 @cache
-def make_classify(d: int, warps: int = 8, *, broken: str = "") -> Kernel:
-    """``(q_means, k_means, classes, rows, keys, critical, negligible, causal)``: means float32 ``[B, H, d, tiles]``,
-    classes int8 ``[B, H, row tiles, key tiles]``, the shares in millionths, int64. A block for each ``warps`` row
-    tiles of a head, with :func:`classify_warps` times 4 bytes of dynamic shared memory for each key tile.
+def make_limits(held: int) -> tuple[DeviceFunction, DeviceFunction, DeviceFunction]:
+    """``(hold, reaching, limits)`` over the keys of a row tile, of which there are ``seen``, fewer than 2^16.
+
+    ``hold(mine, keys, seen, lane)`` loads a lane's keys; ``reaching(mine, keys, seen, first, other, lane)`` counts
+    those that are at least ``first`` (upper half) and at least ``other`` (lower half); ``limits(mine, keys, seen, high,
+    low, lane)`` gives two limits, which ``high`` and ``low`` of the keys reach: of those that do, all greater ones
+    count and as many equal ones as are missing. 2^32 - 1 for none.
 
     Args:
-        broken: plants ``"wait"`` (lanes do not wait for one another's part of the mean) or ``"ties"`` (of equal guesses
-            all are taken).
+        held: keys of a lane that ``mine``, registers, has; 0: they are read from ``keys``, shared memory, each time.
     """
-    waits, all_ties, size = broken != "wait", broken == "ties", d * warps
 
-    @kernel(threads=32 * warps, min_blocks=2, arch="75", name="sparsity.sla classify")
-    def classify(q_means, k_means, classes, rows, keys, critical, negligible, causal):
-        all_guesses = cuda.shared.array(0, uint32)
-        all_means = cuda.shared.array(size, float32)
-        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
-        tiles = classes.shape[3]
-        parts = (classes.shape[2] + (warps - 1)) // warps
-        batch, head, part = piece_of(cuda.blockIdx.x, parts, classes.shape[1])
-        tile = part * warps + int64(warp)
-        if tile >= classes.shape[2]:
-            return  # the whole warp; there is no barrier of the block
-        guesses, mean = all_guesses[int64(warp) * tiles :], all_means[int32(d) * warp :]
-        end, whole = keys, keys
+    @device
+    def hold(mine, keys, seen, lane):
+        for i in range(held):
+            mine[i] = keys[lane + int32(32 * i)] if lane + int32(32 * i) < seen else uint32(0)
+
+    @device
+    def in_registers(mine, keys, seen, first, other, lane):
+        found = uint32(0)
+        for i in range(held):  # what is not there is 0, and less than any limit
+            if mine[i] >= first:
+                found = uint32(found + uint32(65536))
+            if mine[i] >= other:
+                found = uint32(found + uint32(1))
+        return over_lanes(found)
+
+    @device
+    def in_shared(mine, keys, seen, first, other, lane):
+        found = uint32(0)
+        for j in range(int32(lane), int32(seen), int32(32)):
+            key = keys[j]
+            if key >= first:
+                found = uint32(found + uint32(65536))
+            if key >= other:
+                found = uint32(found + uint32(1))
+        return over_lanes(found)
+
+    reaching = in_registers if held else in_shared
+
+    @device
+    def limits(mine, keys, seen, high, low, lane):
+        first = uint32(0) if high > int32(0) else uint32(MOST)
+        other = uint32(0) if low > int32(0) else uint32(MOST)
+        first_open, other_open = high > int32(0), low > int32(0)
+        bit = uint32(0x80000000)
+        while bit != uint32(0) and (first_open or other_open):
+            found = reaching(mine, keys, seen, uint32(first | bit), uint32(other | bit), lane)
+            reach, reach_other = int32(found >> uint32(16)), int32(found & uint32(0xFFFF))
+            if first_open and reach >= high:
+                first = uint32(first | bit)
+                first_open = reach > high
+            if other_open and reach_other >= low:
+                other = uint32(other | bit)
+                other_open = reach_other > low
+            bit = uint32(bit >> uint32(1))
+        return first, other
+
+    return hold, reaching, limits
+
+
+@cache
+def make_enter(element: str, form: str, arch: str) -> DeviceFunction:
+    """``enter(found, j, tiles, mine, weights, tile, at, unit, lane) -> at``: class ``found`` of key tile j of 32 into
+    the row tile's list ``mine``, of which there are ``at`` already, and into its row of weights."""
+    store = scalar(element, arch).store
+    rest, everything = form != FORMS[0], form == FORMS[2]
+
+    @device
+    def enter(found, j, mine, weights, tile, at, unit, lane):
+        critical = vote_ballot(found > int32(0))
+        if found > int32(0):
+            mine[at + below(critical, lane)] = j
+        linear = found == int32(0)
+        if rest:
+            linear = linear or found == int32(-1)
+        if everything:
+            linear = linear or found == int32(1)
+        if j < weights.shape[1]:
+            store(weights, tile, int64(j), unit if linear else float32(0))
+        return int32(at + int32(cuda.popc(critical)))
+
+    return enter
+
+
+def classify_rows(tiles: int) -> int:
+    """Row tiles of a block of ``classify`` for so many key tiles; each has 4 bytes of shared memory for each."""
+    most = ROWS[tiles > 512]
+    return next((rows for rows in (most, most // 2, most // 4, most // 8) if 4 * rows * tiles <= MOST_GUESSES), 1)
+
+
+def classify_held(tiles: int) -> int:
+    """Keys of a lane that ``classify`` has in registers for so many key tiles; 0 where they are too many."""
+    return next((held for held in (8, 16) if tiles <= 32 * held), 0)
+
+
+def classify_shared(tiles: int, d: int) -> int:
+    """Bytes of dynamic shared memory of ``classify``."""
+    rows = classify_rows(tiles)
+    return 16 + 4 * rows * tiles + 4 * max(4, rows) * d
+
+
+@cache
+def make_classify(
+    d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, arch: str = "80", *,
+    broken: str = ""
+) -> Kernel:  # fmt: skip
+    """``(q_means, k_means, classes, lists, counts, weights, rows, keys, critical, negligible, unit, causal)``: means
+    float32 ``[B, H, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32 as classes, counts int32
+    ``[B, H, row tiles]``, weights of the inputs' type ``[B, H, row tiles, padded key tiles]``: ``unit`` where a tile is
+    in the linear part and else 0; the shares in millionths, int64.
+
+    A block for each ``rows`` row tiles of a head, :data:`CLASSIFY_THREADS` threads and :func:`classify_shared` bytes.
+
+    Args:
+        rows, held: of :func:`classify_rows` and :func:`classify_held`.
+        broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"``
+            (of equal guesses all are taken).
+    """
+    pitch, warps = max(4, rows), CLASSIFY_THREADS // 32
+    groups, numbers = pitch // 4, pitch * d
+    enter, (hold, reaching, limits), size = make_enter(element, form, arch), make_limits(held), max(1, held)
+    waits, meets, all_ties = broken != "wait", broken != "barrier", broken == "ties"
+    # Registers for as many blocks a multiprocessor, and numbers of a mean that a lane loads before it takes the first.
+    blocks, ahead = (3, 8) if rows > ROWS[0] else (4, 16)
+
+    @device
+    def guess(guesses, means, k_from, tiles, seen, first, lane):
+        """Of 32 key tiles, the guesses of all rows of the block."""
+        total = cuda.local.array(pitch, float32)
+        mean = cuda.local.array(4, float32)
+        loaded = cuda.local.array(ahead, float32)
+        j = int32(first + lane)
+        at = min(j, int32(seen - int32(1)))
+        for r in range(pitch):
+            total[r] = float32(0)
+        for c in range(int32(0), int32(d), int32(ahead)):
+            for i in range(ahead):
+                loaded[i] = k_from[int64(c + int32(i)), int64(at)]
+            for i in range(ahead):
+                for g in range(groups):
+                    ld_shared_v4_f32(mean, 0, means + uint32(4 * pitch) * uint32(c + int32(i)) + uint32(16 * g))
+                    for r in range(4):
+                        total[4 * g + r] = cuda.fma(mean[r], loaded[i], total[4 * g + r])
+        if j < seen:
+            for r in range(rows):
+                guesses[int32(r) * tiles + j] = in_order(total[r])
+
+    @device
+    def sort(
+        keys, classes, lists, counts, weights, batch, head, tile, m, n, critical, negligible, unit, causal, lane
+    ):  # fmt: skip
+        """Classes of a row tile's key tiles, by a warp, and what follows from them."""
+        tiles = int32(classes.shape[3])
+        end, whole = n, n
         if causal != 0:
-            last = min((tile + 1) * BLOCK, rows)
-            end = min(keys, max(int64(0), last + keys - rows))
-            whole = min(keys, max(int64(0), tile * BLOCK + 1 + keys - rows))
+            end = min(n, max(int64(0), min((tile + 1) * BLOCK, m) + n - m))
+            whole = min(n, max(int64(0), tile * BLOCK + 1 + n - m))
         seen = int32((end + (BLOCK - 1)) // BLOCK)
-        for c in range(d // 32):
-            mean[32 * c + lane] = q_means[batch, head, int64(32 * c + lane), tile]
-        if waits:
-            syncwarp()  # the mean is there for all lanes; a guess is its own lane's alone
-        cut = int32(0)
-        for first in range(int32(0), seen, int32(32)):
-            j = int32(first + lane)
-            at = int64(min(j, seen - int32(1)))
-            guess = float32(0)
-            for c in range(d):
-                guess = cuda.fma(mean[c], k_means[batch, head, c, at], guess)
-            is_cut = j < seen and min((at + 1) * BLOCK, keys) > whole
-            if j < seen:
-                guesses[j] = uint32(MOST) if is_cut else in_order(guess)
-            cut += int32(cuda.popc(vote_ballot(is_cut)))
-        most = int32(-((-critical * int64(seen)) // MILLION))
-        most = max(most, cut)
-        least = min(int32(negligible * int64(seen) // MILLION), int32(seen - most))
-        high, low = greatest(guesses, seen, most, lane), greatest(guesses, seen, int32(seen - least), lane)
-        # Of the guesses that equal a limit, as many are within as are missing; the first ones.
-        high_left = most
-        if high != uint32(MOST):
-            high_left -= reaching(guesses, seen, high + uint32(1), lane)
-        low_left = (
-            seen - least - reaching(guesses, seen, low + uint32(1), lane) if low != uint32(MOST) else seen - least
-        )
+        first_cut = int32(whole // BLOCK) if whole < n else tiles
+        cut = max(int32(0), int32(seen - first_cut))
+        for j in range(int32(first_cut // int32(32) * int32(32) + lane), seen, int32(32)):  # a key is one lane's
+            if j >= first_cut:
+                keys[j] = uint32(MOST)
+        most = max(int32(-((-critical * int64(seen)) // MILLION)), cut)
+        some = int32(seen - min(int32(negligible * int64(seen) // MILLION), int32(seen - most)))
+        own = cuda.local.array(size, uint32)
+        hold(own, keys, seen, lane)
+        high, low = limits(own, keys, seen, most, some, lane)
+        # Of the keys that equal a limit, as many are within as are missing; the first ones.
+        after_high, after_low = uint32(min(high, uint32(MOST - 1)) + 1), uint32(min(low, uint32(MOST - 1)) + 1)
+        beyond = reaching(own, keys, seen, after_high, after_low, lane)
+        high_left = int32(most - int32(beyond >> uint32(16))) if high != uint32(MOST) else most
+        low_left = int32(some - int32(beyond & uint32(0xFFFF))) if low != uint32(MOST) else some
         if all_ties:
             high_left, low_left = seen, seen
-        for first in range(int32(0), int32(tiles), int32(32)):
+        mine, of_row, at = lists[batch, head, tile], weights[batch, head], int32(0)
+        for first in range(int32(0), int32(weights.shape[3]), int32(32)):
             j = int32(first + lane)
-            guess = guesses[j] if j < seen else uint32(0)
-            at_high = vote_ballot(j < seen and guess == high)
-            at_low = vote_ballot(j < seen and guess == low)
+            key = keys[j] if j < seen else uint32(0)
+            at_high = vote_ballot(j < seen and key == high)
+            at_low = vote_ballot(j < seen and key == low)
             found = int32(UNSEEN)
             if j < seen:
                 found = int32(-1)
-                if guess > low or (guess == low and below(at_low, lane) < low_left):
+                if key > low or (key == low and below(at_low, lane) < low_left):
                     found = int32(0)
-                if guess > high or (guess == high and below(at_high, lane) < high_left):
+                if key > high or (key == high and below(at_high, lane) < high_left):
                     found = int32(1)
-                if min(int64(j + int32(1)) * BLOCK, keys) > whole:
+                if j >= first_cut:
                     found = int32(CUT)
             high_left -= int32(cuda.popc(at_high))
             low_left -= int32(cuda.popc(at_low))
             if j < tiles:
                 classes[batch, head, tile, int64(j)] = int8(found)
+            at = enter(found, j, mine, of_row, tile, at, unit, lane)
+        if lane == 0:
+            counts[batch, head, tile] = at
+
+    @kernel(threads=CLASSIFY_THREADS, min_blocks=blocks, arch=arch, name="sparsity.sla classify")
+    def classify(q_means, k_means, classes, lists, counts, weights, m, n, critical, negligible, unit, causal):
+        guesses = cuda.shared.array(0, uint32)
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        row_tiles, tiles = classes.shape[2], int32(classes.shape[3])
+        batch, head, part = piece_of(cuda.blockIdx.x, (row_tiles + (rows - 1)) // rows, classes.shape[1])
+        means = (shared_address(guesses) + uint32(4 * rows) * uint32(tiles) + uint32(15)) & uint32(0xFFFFFFF0)
+        last = min((part + 1) * rows, row_tiles)
+        most = n
+        if causal != 0:
+            most = min(n, max(int64(0), min(last * BLOCK, m) + n - m))
+        most = int32((most + (BLOCK - 1)) // BLOCK)
+        for i in range(int32(cuda.threadIdx.x), int32(numbers), int32(CLASSIFY_THREADS)):
+            row = min(part * rows + int64(i % int32(pitch)), row_tiles - 1)
+            st_shared_f32(means + uint32(4) * uint32(i), q_means[batch, head, int64(i // int32(pitch)), row])
+        if waits:
+            cuda.syncthreads()  # the means of all rows are there
+        k_from = k_means[batch, head]
+        for first in range(int32(32) * warp, most, int32(32 * warps)):
+            guess(guesses, means, k_from, tiles, most, first, lane)
+        if meets:
+            cuda.syncthreads()  # the guesses of all key tiles are there; there is no barrier of the block from here on
+        for row in range(warp, int32(rows), int32(warps)):
+            tile = part * rows + int64(row)
+            if tile < row_tiles:
+                keys = guesses[int32(row) * tiles :]
+                sort(
+                    keys, classes, lists, counts, weights, batch, head, tile, m, n, critical, negligible, unit, causal,
+                    lane,
+                )  # fmt: skip
 
     return classify
 
 
 @cache
 def make_row_lists(element: str, form: str = "paper", arch: str = "80") -> Kernel:
-    """``(classes, lists, counts, sums, unit)``: lists int32 as the map, counts int32 ``[B, H, row tiles]``; sums of the
-    inputs' type ``[B, H, row tiles, padded key tiles]``, ``unit`` float32 where a tile is in the linear part and else
-    0. A warp for each row tile."""
-    store = scalar(element, arch).store
-    rest, everything = form != FORMS[0], form == FORMS[2]
+    """``(classes, lists, counts, weights, unit)``: lists, counts and weights as ``classify`` leaves them. A warp for
+    each row tile."""
+    enter = make_enter(element, form, arch)
 
     @kernel(threads=32, arch=arch, name="sparsity.sla row lists")
-    def row_lists(classes, lists, counts, sums, unit):
+    def row_lists(classes, lists, counts, weights, unit):
         lane = int32(cuda.threadIdx.x)
         batch, head, tile = piece_of(cuda.blockIdx.x, classes.shape[2], classes.shape[1])
         tiles, at = int32(classes.shape[3]), int32(0)
-        to = sums[batch, head]
-        for first in range(int32(0), int32(sums.shape[3]), int32(32)):
+        mine, of_row = lists[batch, head, tile], weights[batch, head]
+        for first in range(int32(0), int32(weights.shape[3]), int32(32)):
             j = int32(first + lane)
             found = int32(UNSEEN)
             if j < tiles:
                 found = int32(classes[batch, head, tile, int64(j)])
-            critical = vote_ballot(found > int32(0))
-            if found > int32(0):
-                lists[batch, head, tile, int64(at + below(critical, lane))] = j
-            at += int32(cuda.popc(critical))
-            linear = found == int32(0)
-            if rest:
-                linear = linear or found == int32(-1)
-            if everything:
-                linear = linear or found == int32(1)
-            if j < sums.shape[3]:
-                store(to, tile, int64(j), unit if linear else float32(0))
+            at = enter(found, j, mine, of_row, tile, at, unit, lane)
         if lane == 0:
             counts[batch, head, tile] = at
 

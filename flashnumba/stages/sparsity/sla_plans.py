@@ -1,6 +1,6 @@
 """Which kernels SLA launches, with what arguments: the forward, the gradients, and what they leave for one another.
 
-Forward: ``features`` of q and of k, ``classify``, ``row lists``, ``states``, ``gather``, ``attend``, ``combine``.
+Forward: ``states``, ``classify`` (or, for a map of the caller's, ``row lists``), ``gather``, ``attend``.
 Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``.
 """
 
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashnumba.machine.numba import types
+from flashnumba.stages.gemm.waves import multiprocessors
 from flashnumba.stages.heads import Launch, Plan, Shape
-from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_linear_backward, sla_states
-from flashnumba.stages.sparsity.sla_features import THREADS, make_features
+from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_gather, sla_linear_backward, sla_states
 from flashnumba.stages.sparsity.sla_lists import (
+    CLASSIFY_THREADS,
     KEY_THREADS,
-    classify_warps,
+    classify_held,
+    classify_rows,
+    classify_shared,
     make_classify,
     make_key_lists,
     make_row_lists,
@@ -31,10 +34,8 @@ __all__ = ["DEFAULT", "Options", "compile_cases", "plan_backward", "plan_forward
 
 CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
 """What kernels are compiled for."""
-OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
-"""Those whose tiles are others on sm_90, at D = 128."""
-OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv")
-"""Those whose tiles are others on sm_90, at D = 128."""
+OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back")
+"""Those that are others on sm_90, at D = 128."""
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
 OF_INPUT = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
@@ -70,9 +71,9 @@ def sizes(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Elements and shape of everything that kernels leave for one another, by name."""
     b, h, m, n, d, element = shape.batch, shape.heads, shape.m, shape.n, shape.d, shape.element
     i, j = tiles_of(shape)
-    parts = min(PARTS, b * h * i)
+    parts = min(PARTS, b * h * j)
     return {
-        **dict.fromkeys(("phi_q", "o_s", "o_l"), (element, (b, h, m, d))), "phi_k": (element, (b, h, n, d)),
+        "dv_l": (element, (b, h, n, d)),
         "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, h, d, j)), "classes": ("int8", (b, h, i, j)),
         "lists": ("int32", (b, h, i, j)), "counts": ("int32", (b, h, i)), "key_lists": ("int32", (b, h, j, i)),
         "key_counts": ("int32", (b, h, j)), "weights": (element, (b, h, i, -(-j // 8) * 8)),
@@ -88,46 +89,36 @@ def tiles_of(shape: Shape) -> tuple[int, int]:
     return -(-shape.m // BLOCK), -(-shape.n // BLOCK)
 
 
-def gather_blocks(rows: int, shape: Shape) -> int:
-    across = -(-shape.d * (shape.d + 1) // sla_states.GATHER_TILE)
-    return -(-rows // sla_states.GATHER_TILE) * across * shape.batch * shape.heads
-
-
 def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = False) -> Plan:
     """The forward; ``given``: the map is the caller's."""
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
-    features = make_features(d, element, options.feature_map, arch)
-    attend = sla_forward.forward_tiles(d, shape.arch)
+    attend, lists = sla_forward.forward_tiles(d, shape.arch), ("lists", "counts", "weights")
+    resident = sla_states.states_blocks(options.projected) * multiprocessors()
     launches = [
-        Launch(features, i * all_heads, THREADS, 0, ("q", "phi_q", "q_means")),
-        Launch(features, j * all_heads, THREADS, 0, ("k", "phi_k", "k_means")),
-    ]
-    if not given:
-        of_map = ("q_means", "k_means", "classes", "rows", "keys", "critical", "negligible", "causal")
-        warps = classify_warps(j)
-        blocks = -(-i // warps) * all_heads
-        launches.append(Launch(make_classify(d, warps), blocks, 32 * warps, 4 * j * warps, of_map))
+        Launch(
+            sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch),
+            min(sla_states.states_items(i * all_heads, j * all_heads, not given), resident), 128,
+            sla_states.states_shared(d, options.projected), ("q", "k", "v", "proj", "q_means", "k_means", "states"),
+        ),
+    ]  # fmt: skip
+    if given:
+        of_map = ("classes", *lists, "unit")
+        launches.append(Launch(make_row_lists(element, options.form, arch), i * all_heads, 32, 0, of_map))
+    else:
+        rows, shares = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
+        launches.append(
+            Launch(
+                make_classify(d, element, options.form, rows, classify_held(j), arch), -(-i // rows) * all_heads,
+                CLASSIFY_THREADS, classify_shared(j, d), ("q_means", "k_means", "classes", *lists, *shares),
+            )
+        )  # fmt: skip
     launches += [
+        sla_gather.plan_gather(shape, False),
         Launch(
-            make_row_lists(element, options.form, arch), i * all_heads, 32, 0,
-            ("classes", "lists", "counts", "weights", "unit"),
-        ),
-        Launch(
-            sla_states.make_states(d, element, arch), j * all_heads, 128, sla_states.states_shared(d),
-            ("phi_k", "v", "states"),
-        ),
-        Launch(
-            sla_states.make_gather(element, False, arch), gather_blocks(i, shape), sla_states.GATHER_THREADS,
-            sla_states.GATHER_SHARED, ("weights", "states", "sums"),
-        ),
-        Launch(
-            sla_forward.make_attend(attend, element, arch), i * all_heads, attend.threads, attend.shared,
-            ("q", "k", "v", "o_s", "lse", "origin", "bias", "lists", "counts", "scale", "causal"),
-        ),
-        Launch(
-            sla_forward.make_combine(d, element, options.projected, arch), i * all_heads, 128,
-            sla_forward.combine_shared(d), ("phi_q", "sums", "proj", "o_s", "o_l", "o", "share", "eps"),
+            sla_forward.make_attend(attend, element, options.feature_map, arch), i * all_heads, attend.threads,
+            attend.shared,
+            ("q", "k", "v", "o", "lse", "origin", "bias", "share", "lists", "counts", "sums", "scale", "eps", "causal"),
         ),
     ]  # fmt: skip
     return Plan(tuple(launches), scratch_of(shape, launches))
@@ -139,20 +130,17 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     i, j = tiles_of(shape)
     of_rows, of_keys = sla_backward.dq_tiles(d, shape.arch), sla_backward.dkdv_tiles(d, shape.arch)
     statistics = ("delta", "origin", "bias")
-    key_blocks, parts, linear = -(-j // KEY_THREADS) * all_heads, min(PARTS, i * all_heads), sla_linear_backward
+    key_blocks, parts, linear = -(-j // KEY_THREADS) * all_heads, min(PARTS, j * all_heads), sla_linear_backward
     launches = [
         Launch(make_key_lists(), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
         Launch(
-            linear.make_rows(d, element, options.feature_map, options.projected, arch), i * all_heads, 128,
-            linear.rows_shared(d), ("do", "o_s", "o_l", "phi_q", "sums", "proj", "share", "dq", "dsums", "delta"),
+            linear.make_rows(d, element, options.feature_map, arch), i * all_heads, 128, linear.rows_shared(d),
+            ("do", "o", "q", "sums", "share", "dq", "dsums", "delta"),
         ),
+        sla_gather.plan_gather(shape, True),
         Launch(
-            sla_states.make_gather(element, True, arch), gather_blocks(j, shape), sla_states.GATHER_THREADS,
-            sla_states.GATHER_SHARED, ("weights", "dsums", "dstates"),
-        ),
-        Launch(
-            linear.make_keys(d, element, options.feature_map, arch), j * all_heads, 128, linear.keys_shared(d),
-            ("v", "phi_k", "dstates", "dk", "dv"),
+            linear.make_keys(d, element, options.feature_map, options.projected, arch), j * all_heads, 128,
+            linear.keys_shared(d, options.projected), ("k", "v", "proj", "dstates", "dk", "dv", "dv_l"),
         ),
         Launch(
             sla_backward.make_dq(of_rows, element, arch), i * all_heads, of_rows.threads, of_rows.shared,
@@ -165,21 +153,23 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     ]  # fmt: skip
     if options.projected:
         launches += [
-            Launch(linear.make_project(d, element, arch), parts, 128, linear.project_shared(d), ("o_l", "do", "parts")),
+            Launch(linear.make_project(d, element, arch), parts, 128, linear.project_shared(d), ("v", "dv_l", "parts")),
             Launch(linear.make_add_up(), d * d // 128, 128, 0, ("parts", "dproj")),
         ]
     return Plan(tuple(launches), scratch_of(shape, launches))
 
 
 def scratch_of(shape: Shape, launches: list[Launch]) -> dict[str, tuple[int, ...]]:
-    known = sizes(shape)
-    return {name: known[name][1] for launch in launches for name in launch.args if name in known}
+    known, maps = sizes(shape), sla_gather.MAPS
+    names = [maps[name][0] if name in maps else name for launch in launches for name in launch.args]
+    return {name: known[name][1] for name in names if name in known}
 
 
 def signature(shape: Shape, args: tuple[str, ...]) -> tuple[Any, ...]:
     """Numba types of a kernel's arguments: the caller's arrays of any strides, the others packed."""
     plain = {"float16": types.float16, "bfloat16": types.uint16}[shape.element]
     known = {name: types.Array(plain, 4, "A") for name in OF_INPUT} | SCALARS
+    known |= sla_gather.numba_types()
     for name, (kind, size) in sizes(shape).items():
         of = plain if kind == shape.element else getattr(types, kind)
         known[name] = types.Array(of, len(size), "A" if name == "proj" else "C")
@@ -193,7 +183,7 @@ def compile_cases() -> Iterator[CompileCase]:
 
     def cases(element: str, d: int, chosen_for: tuple[str, ...], only: tuple[str, ...] = ()) -> Iterator[CompileCase]:
         shape = Shape(element, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
-        for launch in (*plan_forward(shape).launches[1:], *plan_backward(shape).launches):
+        for launch in (*plan_forward(shape).launches, *plan_backward(shape).launches):
             name = launch.kernel.name
             if (only and name not in only) or (not only and name in OF_SM_90):
                 continue

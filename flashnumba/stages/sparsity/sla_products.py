@@ -17,11 +17,12 @@ from typing import NamedTuple
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
     global_address,
+    lane_id,
     ld_global_b32,
     ld_shared_b16,
     ld_shared_b32,
-    ld_shared_v4,
     st_shared_b32,
+    syncwarp,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.tiles.attention import AttentionTiles
@@ -32,7 +33,8 @@ from flashnumba.tiles.rows import make_store
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["WARPS", "RowSteps", "address_of", "make_column_sums", "make_product", "make_row_steps", "make_store_state"]
+__all__ = ["WARPS", "RowSteps", "address_of", "make_column_sums", "make_product", "make_project_rows",
+           "make_row_steps", "make_store_state", "piece_of"]  # fmt: skip
 
 WARPS = 4
 
@@ -41,6 +43,13 @@ WARPS = 4
 def address_of(x, batch, head, row):
     """The address of a row of a 4-D array, int64."""
     return int64(global_address(x)) + batch * x.strides[0] + head * x.strides[1] + row * x.strides[2]
+
+
+@device
+def piece_of(number, tiles, heads):
+    """(batch, head, tile) of block ``number``: tile by tile, head by head. int64."""
+    index, tile = uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
+    return int64(index // uint32(heads)), int64(index % uint32(heads)), int64(tile)
 
 
 @cache
@@ -108,8 +117,6 @@ class RowSteps(NamedTuple):
         pull_back: ``(c, tile, warp_row, lane)``: from dphi to dx, with phi in the tile.
         add: ``(c, source, row_step, warp_row, lane, rows)``: c += the 16-bit rows from global address ``source``, of
             which there are ``rows``.
-        dot_row: ``(tile, source, warp_row, lane, sums)``: of each row of the tile its product with one row of d
-            elements at global address ``source``.
         add_outer: ``(c, weight, source, lane)``: c += weight[row] times that row.
         store: as :func:`flashnumba.tiles.rows.make_store`, not divided: ``(to, row_step, column_step, c, tile,
             warp_row, lane, rows, columns)``.
@@ -123,7 +130,6 @@ class RowSteps(NamedTuple):
     put: DeviceFunction
     pull_back: DeviceFunction
     add: DeviceFunction
-    dot_row: DeviceFunction
     add_outer: DeviceFunction
     store: DeviceFunction
 
@@ -209,21 +215,6 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
                     c[4 * n + 2 * half + 1] += high(word)
 
     @device
-    def dot_row(tile, source, warp_row, lane, sums):
-        raw = cuda.local.array(4, uint32)
-        for half in range(2):
-            sums[half] = float32(0)
-        for n in range(groups // 4):
-            chunk = uint32(4 * n) + uint32(lane & 3)
-            for w in range(4):
-                word = ld_global_b32(uint64(source + int64(16) * int64(chunk) + int64(4 * w)))
-                for half in range(2):
-                    ld_shared_v4(raw, 0, place(tile, warp_row + (lane >> 2) + 8 * half, chunk))
-                    sums[half] += low(raw[w]) * low(word) + high(raw[w]) * high(word)
-        for half in range(2):
-            sums[half] = quad_sum(sums[half])
-
-    @device
     def add_outer(c, weight, source, lane):
         for n in range(groups):
             word = ld_global_b32(uint64(source + int64(16 * n) + int64(4) * int64(lane & 3)))
@@ -237,7 +228,26 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
         nothing[0] = nothing[1] = float32(0)  # an empty sum: c is not divided
         store_divided(to, row_step, column_step, c, nothing, tile, warp_row, lane, rows, columns)
 
-    return RowSteps(clear, pack, dot_tile, dot_rows, take, put, pull_back, add, dot_row, add_outer, store)
+    return RowSteps(clear, pack, dot_tile, dot_rows, take, put, pull_back, add, add_outer, store)
+
+
+@cache
+def make_project_rows(d: int, element: str, arch: str = "80") -> DeviceFunction:
+    """``project(tile, proj_tile, warp)``: 64 rows become their products with proj, d x d, rounded; a warp's 16 of
+    them, which no other warp reads meanwhile."""
+    multiply, _ = make_product(element, 64, d, d, True, False, arch)
+    steps, regs = make_row_steps(d, element, None, arch), d // 2
+    clear, put = steps.clear, steps.put
+
+    @device
+    def project(tile, proj_tile, warp):
+        c = cuda.local.array(regs, float32)
+        clear(c)
+        multiply(c, tile, proj_tile, warp)
+        syncwarp()  # no lane reads the warp's rows any more
+        put(c, tile, int32(16) * warp, int32(lane_id()))
+
+    return project
 
 
 @cache

@@ -221,9 +221,11 @@ def low_precision(
 ) -> tuple[SlaResult, tuple[np.ndarray, ...]]:  # fmt: skip
     """The forward, and (dq, dk, dv, dproj) if ``do`` is given, in float32 with roundings where kernels have them.
 
-    Rounded to the dtype of q are what kernels hand to a tensor core or to one another: weights of the softmax and dS,
-    phi, h_j, H_i, O^s, O^l, g, dH_i and dh_j, of which Z and dZ are the last rows; and the linear part of a gradient
-    before the other is added. H_i is a mean over tiles and not a sum, by a power of two, so that it stays in range.
+    Kernels project V and not O^l: O^l proj = phi(Q) H / (phi(Q) Z) with V proj in the place of V. ``o_l`` is that.
+    Rounded to the dtype of q are what they hand to a tensor core or to one another: weights of the softmax and dS, phi,
+    V proj, h_j, H_i, g, dH_i and dh_j, of which Z and dZ are the last rows, the gradient of V proj; and the linear part
+    of a gradient before the other is added. H_i is a mean over tiles and not a sum, by a power of two, so that it stays
+    in range. rowsum(dO o O^s) is what is left of rowsum(dO o O) without the linear part's: O^s need not be kept.
     """
     dtype, one = q.dtype, np.float32
     (m, n), d = (q.shape[-2], k.shape[-2]), q.shape[-1]
@@ -234,11 +236,13 @@ def low_precision(
 
     q, k, v = (x.astype(one) for x in (q, k, v))
     p, lse = _weights(q, k, classes, causal, scale, block)  # [..., M, N], [..., M]
-    o_s = rounded(rounded(p) @ v)  # [..., M, D]
+    o_s = rounded(p) @ v  # [..., M, D]
     phi_q, phi_k = rounded(features(q, feature_map)), rounded(features(k, feature_map))
+    w = None if proj is None else rounded(proj)  # [D, D]
+    v_l = v if w is None else rounded(v @ w)  # [..., N, D]
     tiles = linear_tiles(classes, form).astype(one)  # [..., row tiles, key tiles]
     unit = one(mean_of(tiles.shape[-1]))
-    phi_k_tiles, v_tiles = _in_tiles(phi_k, block), _in_tiles(v, block)  # [..., key tiles, block, D]
+    phi_k_tiles, v_tiles = _in_tiles(phi_k, block), _in_tiles(v_l, block)  # [..., key tiles, block, D]
     h = rounded(phi_k_tiles.swapaxes(-1, -2) @ v_tiles)  # [..., key tiles, D, D]
     z = rounded(phi_k_tiles.sum(-2))  # [..., key tiles, D]
     big_h = rounded(unit * np.einsum("...ij,...jrc->...irc", tiles, h))  # [..., row tiles, D, D]
@@ -246,31 +250,32 @@ def low_precision(
     phi_q_tiles = _in_tiles(phi_q, block)  # [..., row tiles, block, D]
     total = phi_q_tiles @ big_z[..., None] + eps * unit  # [..., row tiles, block, 1]
     share = np.where(total == 0, 0, 1 / np.where(total == 0, 1, total)).astype(one)  # [..., row tiles, block, 1]
-    o_l_tiles = rounded(share * (phi_q_tiles @ big_h))  # [..., row tiles, block, D]
-    o_l = _flat(o_l_tiles, m)  # [..., M, D]
-    w = None if proj is None else rounded(proj)  # [D, D]
-    o = (o_s + (o_l if w is None else o_l @ w)).astype(dtype)
+    o_l = _flat(share * (phi_q_tiles @ big_h), m)  # [..., M, D]
+    o = (o_s + o_l).astype(dtype)
     forward = SlaResult(o, o_s.astype(dtype), o_l.astype(dtype), lse)
     if do is None:
         return forward, ()
 
     do = do.astype(one)
+    g = rounded(share * _in_tiles(do, block))  # [..., row tiles, block, D]
+    dphi_q = g @ big_h.swapaxes(-1, -2)  # [..., row tiles, block, D]
+    delta_l = (phi_q_tiles * dphi_q).sum(-1, keepdims=True)  # [..., row tiles, block, 1]
+    beside = -share * delta_l  # [..., row tiles, block, 1]
+    dphi_q = dphi_q + beside * big_z[..., None, :]  # [..., row tiles, block, D]
+    delta = (do * o.astype(one)).sum(-1, keepdims=True) - _flat(delta_l, m)  # [..., M, 1]
     dp = do @ v.swapaxes(-1, -2)  # [..., M, N]
-    ds = rounded(p * (dp - (do * o_s).sum(-1, keepdims=True)))  # [..., M, N]
+    ds = rounded(p * (dp - delta))  # [..., M, N]
     dq, dk, dv = scale * (ds @ k), scale * (ds.swapaxes(-1, -2) @ q), rounded(p).swapaxes(-1, -2) @ do
-    do_l = _in_tiles(do if w is None else do @ w.T, block)  # [..., row tiles, block, D]
-    g = rounded(share * do_l)  # [..., row tiles, block, D]
-    beside = -share * (do_l * o_l_tiles).sum(-1, keepdims=True)  # [..., row tiles, block, 1]
-    dphi_q = g @ big_h.swapaxes(-1, -2) + beside * big_z[..., None, :]  # [..., row tiles, block, D]
     dbig_h = rounded(phi_q_tiles.swapaxes(-1, -2) @ g)  # [..., row tiles, D, D]
     dbig_z = rounded((phi_q_tiles * beside).sum(-2))  # [..., row tiles, D]
     dh = rounded(unit * np.einsum("...ij,...irc->...jrc", tiles, dbig_h))  # [..., key tiles, D, D]
     dz = rounded(unit * (tiles.swapaxes(-1, -2) @ dbig_z))  # [..., key tiles, D]
     dphi_k = v_tiles @ dh.swapaxes(-1, -2) + dz[..., None, :]  # [..., key tiles, block, D]
+    dv_l = rounded(_flat(phi_k_tiles @ dh, n))  # [..., N, D]
+    dproj = (v.swapaxes(-1, -2) @ dv_l).reshape(-1, d, d).sum(0)  # [D, D]
     dq = (dq + rounded(pull_back(phi_q, _flat(dphi_q, m), feature_map))).astype(dtype)
     dk = (dk + rounded(pull_back(phi_k, _flat(dphi_k, n), feature_map))).astype(dtype)
-    dv = (dv + rounded(_flat(phi_k_tiles @ dh, n))).astype(dtype)
-    dproj = (o_l.swapaxes(-1, -2) @ do).reshape(-1, d, d).sum(0)  # [D, D]
+    dv = (dv + (dv_l if w is None else rounded(dv_l @ w.T))).astype(dtype)
     return forward, (dq, dk, dv, dproj)
 
 
