@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE, RED
-from generators import counters
+from generators import counters, every_head
 from generators.measured import Row, facts_of, folded, section, table
 from generators.tables import markdown
 
@@ -195,6 +195,7 @@ SECTIONS: Mapping[str, Callable[[Path], str]] = {
     "backward": backward,
     "decode": decode,
     "counters": counters.section,
+    "every_head": every_head.section,
 }
 What = str | Callable[[Row], str]
 

@@ -10,19 +10,20 @@ Each result is first compared with float64 over the tiles that its own map says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from flashnumba.bench.attention import Problem
+from flashnumba.bench.attention import problems as problems_of_attention
 from flashnumba.bench.decode import GraphClock
 from flashnumba.bench.decode import Problem as Decode
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import Judge, launches, places, settings
+from flashnumba.bench.heads import ROWS, Judge, launches, places, settings
 from flashnumba.bench.heads import Place as PlaceOf
 from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, check_written, rounded, spread
 from flashnumba.compare import Comparison, compare
@@ -37,13 +38,17 @@ from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
 from flashnumba.tiles.sparse_split import TILE
 
 __all__ = ["DENSE", "KERNELS", "SPLIT", "DecodeJudge", "DecodeProblem", "Method", "SparseJudge", "environment",
-           "measure", "measure_decode", "shares"]  # fmt: skip
+           "measure", "measure_decode", "names_for", "problems", "shares"]  # fmt: skip
 
 DENSE, SPLIT = "flash_forward.mma", "flash_forward.split"
 KERNELS = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction", "sla")
 """What can be asked for by name; the last is measured by :mod:`flashnumba.bench.sla`."""
 TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
+ROWS_IN_ALL = 1 << 18
+"""Rows of all heads up to which a problem has sixteen; so longer ones have as many rows, and data as quickly drawn."""
+ALL_AT, DRAWN = 16384, 4
+"""Tokens at which everything is measured; sequences of decoding that are drawn."""
 HALVINGS = 12
 """Of the interval in which a threshold is searched, in powers of two."""
 
@@ -76,6 +81,22 @@ def environment() -> dict[str, Any]:
     return base_environment("sparsity") | settings(torch_on_gpu("sparsity"))
 
 
+def problems(dims: Sequence[int], lengths: Sequence[int], masks: Sequence[bool], **sizes: int) -> Iterator[Problem]:
+    """As :func:`flashnumba.bench.attention.problems`, of no more than :data:`ROWS_IN_ALL`."""
+    for p in problems_of_attention(("float16",), dims, lengths, masks, **sizes):
+        yield replace(p, heads=max(1, min(p.heads, ROWS_IN_ALL // (p.n * p.batch))))
+
+
+def names_for(p: Problem) -> Collection[str]:
+    """What is measured on a problem if nobody asks for anything else: all at 16384 tokens; of the prediction what it
+    takes of 8192 and 131072 tokens, unmasked; at other lengths thresholds and lists."""
+    if p.n == ALL_AT:
+        return [name for name in KERNELS if not (p.causal and name == "sla")]
+    if p.causal:
+        return ()
+    return ("prediction",) if p.n in (ALL_AT // 2, 8 * ALL_AT) else ("blasst", "warp_skip", "sparge", "sla")
+
+
 def shares(tile_map: Any) -> float:
     """The share of visible tiles that were left out while going."""
     computed, skipped = (int((tile_map == value).sum()) for value in (COMPUTED, SKIPPED))
@@ -83,7 +104,7 @@ def shares(tile_map: Any) -> float:
 
 
 class SparseJudge:
-    """Compares rows with float64 over the tiles that a map says were computed."""
+    """Compares some rows of each of nine units with float64 over the tiles that a map says the unit computed."""
 
     def __init__(
         self, torch: Any, inputs: tuple[Any, Any, Any], heads: Heads, method: Method, tile_map: Any, bn: int, rows: int
@@ -92,16 +113,19 @@ class SparseJudge:
         shape, (q, k, v) = heads.shape, inputs
         for unit in spread(tile_map.shape[2], 3):
             for head in spread(shape.heads, 3):
-                first, last = unit * rows, min((unit + 1) * rows, shape.m)
+                first = min(unit * rows + 3 * len(self.known) * ROWS % rows, shape.m - 1)  # in one warp or another
+                last = min(first + ROWS, shape.m)
                 end = last + shape.n - shape.m if shape.causal else shape.n
-                some = q[:1, head : head + 1, first:last].float().cpu().numpy()
-                keys, values = (x[:1, head // shape.group, None, :end].float().cpu().numpy() for x in (k, v))
+                some = _on_host(q[:1, head : head + 1, first:last], shape.element)
+                keys, values = (_on_host(x[:1, head // shape.group, None, :end], shape.element) for x in (k, v))
                 tiles = tile_map[:1, head : head + 1, unit : unit + 1].cpu().numpy()
                 s = R.scores(some, keys, heads.scale, shape.causal)
                 kept = R.expand(tiles == COMPUTED, rows, bn, s.shape[-2], -(-end // bn) * bn)[..., :end]
                 summed = np.ones_like(kept) if method.options.get("keep_sum") else kept
-                exact, lse = R.attend(s, values, kept & ~np.isneginf(s), summed)
-                self.known.append((head, slice(first, last), exact, lse, *_low(s, values, kept, summed, shape.element)))
+                kept, summed = kept & ~np.isneginf(s), summed & ~np.isneginf(s)
+                exact, lse = R.attend(s, values, kept, summed)
+                low = R.low_precision(some, keys, values, kept, summed, heads.scale)
+                self.known.append((head, slice(first, last), exact, lse, *low))
 
     def __call__(self, result: Any) -> Comparison:
         o, lse = result
@@ -114,18 +138,6 @@ class SparseJudge:
         if bad is None:
             check_written(self.torch, o, lse)
         return bad or max(found[::2], key=lambda verdict: verdict.error)
-
-
-def _low(
-    s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray, element: str
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """The same (o, lse) with weights and results rounded as a kernel has them, and sums in float32, key after key."""
-    s = np.where(summed, s, -np.inf).astype(np.float32)
-    top = s.max(-1, keepdims=True)
-    p = np.exp(s - top)
-    total = np.cumsum(p, -1, dtype=np.float32)[..., -1:]
-    o = rounded(np.where(kept, p, 0), element).astype(np.float32) @ v / total
-    return rounded(o, element), (top + np.log(total))[..., 0]
 
 
 def measure(
@@ -213,10 +225,15 @@ def measure_decode(
     step: DecodeProblem, *, targets: Sequence[float] = TARGETS, clock: Clock | None = None, until: float = float("inf"),
     machine: str = "cuda", report: Callable[[Size, Measured], None] = lambda size, measured: None,
 ) -> Size:  # fmt: skip
-    """Measure decoding: the dense kernel ``split`` and the one that loads V only where it is needed."""
+    """Measure decoding: the dense kernel ``split`` and the one that loads V only where it is needed.
+
+    Of more than four sequences each fifth is a copy of the first and so on, as to draw them takes long.
+    """
     torch, device, _ = place("sparsity", machine)
-    data = structured(step.n, step.d, heads=step.heads, kv_heads=step.kv_heads, batch=step.batch, m=1)
-    q, k, v = (torch.from_numpy(x).to(device) for x in data)
+    data = structured(step.n, step.d, heads=step.heads, kv_heads=step.kv_heads, batch=min(DRAWN, step.batch), m=1)
+    q, k, v = (
+        torch.from_numpy(x).to(device)[torch.arange(step.batch, device=device) % len(x)].contiguous() for x in data
+    )
     make = partial(prepare_heads, q, k, v, causal=False, scale=None, machine=machine, stream=None)
     shape = make().shape
     size = Size({**asdict(step), "nbytes": step.nbytes})
@@ -251,17 +268,22 @@ class DecodeJudge:
     def __init__(self, torch: Any, inputs: tuple[Any, Any, Any], tile_map: Any, shape: Any) -> None:
         self.torch, self.heads = torch, slice(0, shape.group)
         q, k, v = inputs
-        some = q[:1, self.heads].float().cpu().numpy()
-        keys, values = (x[:1, :1].float().cpu().numpy() for x in (k, v))
+        some = _on_host(q[:1, self.heads], shape.element)
+        keys, values = (_on_host(x[:1, :1], shape.element) for x in (k, v))
         s = R.scores(some, keys)
         tiles = tile_map[:1, :1, :1].cpu().numpy() == COMPUTED
         kept = np.broadcast_to(np.repeat(tiles, TILE, -1)[..., : shape.n], s.shape)
-        self.exact, self.low = R.attend(s, values, kept)[0], _low(s, values, kept, kept, shape.element)[0]
+        self.exact, self.low = R.attend(s, values, kept)[0], R.low_precision(some, keys, values, kept)[0]
 
     def __call__(self, result: Any) -> Comparison:
         o, lse = result
         check_written(self.torch, o, lse)
         return compare(rounded(o[:1, self.heads].float().cpu().numpy(), "float16"), self.exact, self.low)
+
+
+def _on_host(x: Any, element: str) -> np.ndarray:
+    """A tensor as a NumPy array of its own 16-bit type."""
+    return rounded(x.float().cpu().numpy(), element)
 
 
 def _left_out(tile_map: Any, shape: Any, tiles: Any, vote: str) -> float:

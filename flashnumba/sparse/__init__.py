@@ -14,13 +14,12 @@ imported before the first call.
 
 from flashnumba.sparse.calibration import PUBLISHED, Calibration, calibrate
 from flashnumba.sparse.methods import (
-    BACKENDS,
-    SparseInfo,
     blasst_attention,
     block_sparse_attention,
     sparge_attention,
     warp_skip_attention,
 )
+from flashnumba.sparse.running import BACKENDS, SparseInfo
 from flashnumba.sparse.sla import SlaInfo, sla_attention, sla_attention_backward
 
 __all__ = ["BACKENDS", "PUBLISHED", "Calibration", "SlaInfo", "SparseInfo", "blasst_attention",

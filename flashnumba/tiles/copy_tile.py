@@ -22,7 +22,7 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
 from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["copies_ahead", "make_copy_chunk", "make_copy_tile", "make_waiting"]
+__all__ = ["copies_ahead", "make_copy_chunk", "make_copy_tile", "make_copy_whole", "make_waiting"]
 
 
 def copies_ahead(vector: int, arch: str) -> bool:
@@ -178,6 +178,39 @@ def make_copy_tile(
                 copy_chunk(chunk_at(tile, row, chunk, i, g), origin + column * column_step, column_step, there)
 
     return copy_packed if packed else copy_tile
+
+
+@cache
+def make_copy_whole(rows: int, columns: int, threads: int, arch: str = "80") -> tuple[DeviceFunction, DeviceFunction]:
+    """``(start, copy_whole)``: :func:`make_copy_tile` of whole tiles of 16-byte rows, for who copies one after another.
+
+    ``start(tile, source, row_step) -> (to, origin)`` is where the thread's first chunk goes, uint32, and comes from,
+    int64; ``copy_whole(to, origin, row_step)`` copies its chunks. What lies a tile further is a constant more of each,
+    so that nothing but that is computed again.
+
+    Raises:
+        ValueError: columns are no multiple of 64 of 16 bits, or the threads copy no multiple of 8 rows at once.
+    """
+    rows_at_once, layout = threads // 8, swizzle(columns)
+    if columns % 64 or rows_at_once % 8 or rows % rows_at_once:
+        raise ValueError(f"{threads} threads do not copy {rows} rows of {columns} elements by whole swizzles")
+    steps, groups, pitch, place = rows // rows_at_once, columns // 64, layout.pitch, layout.at
+    copy_chunk = make_copy_chunk(16, arch)
+
+    @device
+    def start(tile, source, row_step):
+        row, chunk = uint32(cuda.threadIdx.x) // uint32(8), uint32(cuda.threadIdx.x) % uint32(8)
+        return uint32(place(tile, row, chunk)), source + int64(row) * row_step + int64(uint32(16) * chunk)
+
+    @device
+    def copy_whole(to, origin, row_step):
+        for i in range(steps):
+            base = origin + int64(i * rows_at_once) * row_step
+            for g in range(groups):
+                at = to + uint32(i * rows_at_once * pitch + 128 * g)
+                copy_chunk(at, base + int64(128 * g), int64(2), int32(16))
+
+    return start, copy_whole
 
 
 def make_copy_chunk(vector: int, arch: str) -> DeviceFunction:

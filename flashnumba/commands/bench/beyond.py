@@ -107,7 +107,7 @@ def _steps(decode: str) -> list[list[int]]:
 def sparsity(
     out: Out = RESULTS / "sparsity.json",
     dims: Dims = "128",
-    lengths: Lengths = "8192,16384,65536",
+    lengths: Lengths = "16384,65536,8192,131072",
     tokens: Tokens = 16384,
     width: Width = 2048,
     causal: Masks = "no,yes",
@@ -121,18 +121,30 @@ def sparsity(
     from flashnumba.bench import sparsity as benchmark
     from flashnumba.bench.decode import GraphClock
     from flashnumba.bench.runner import Clock
+    from flashnumba.stages.heads import MOST_D
 
-    names = names_of("--kernels", kernels, benchmark.KERNELS, none=True) or benchmark.KERNELS
-    problems = swept(dims, lengths, causal, tokens, width)
+    names = names_of("--kernels", kernels, benchmark.KERNELS, none=True)
+    alike = swept(dims, lengths, "no", tokens, width)
+    masks = [mask == "yes" for mask in names_of("--causal", causal, ("no", "yes"))]
+    sizes = numbers_of("--dims", dims, MOST_D), numbers_of("--lengths", lengths)
+    asked = [
+        (p, names or benchmark.names_for(p)) for p in benchmark.problems(*sizes, masks, tokens=tokens, width=width)
+    ]
     found = conditions("sparsity", benchmark.environment, out)
-    places = [Place(title_of(p), partial(benchmark.measure, p, names=names, clock=Clock(runs))) for p in problems]
-    if "sla" in names:
-        alike = swept(dims, lengths, "no", tokens, width)
-        places += [Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs))) for p in alike]
+    places = [
+        Place(title_of(p), partial(benchmark.measure, p, names=of, clock=Clock(runs)))
+        for p, of in asked
+        if set(of) - {"sla"}
+    ]
     for batch, n in _steps(decode):
         step = benchmark.DecodeProblem(batch=batch, n=n)
         title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
         places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
+    places += [
+        Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs)))
+        for p in alike
+        if "sla" in (names or benchmark.names_for(p))
+    ]
     columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
     columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("critical %", "critical", 100)]
     measure_all(places, columns, out, found, seconds)

@@ -82,20 +82,9 @@ def case(
     s = reference.scores(q, k, causal=causal)  # [B, H, M, N]
     weights = np.where(chosen, safe(np.where(summed, s, -np.inf)), 0)  # [B, H, M, N]
     exact = weights @ np.repeat(v, s.shape[1] // v.shape[1], axis=1).astype(np.float64)  # [B, H, M, D]
-    low = low_precision(s, v, chosen, summed)  # [B, H, M, D]
+    low, _ = reference.low_precision(q, k, v, chosen, summed)  # [B, H, M, D]
     shape = given["q"].shape
-    return Case(made.name, given, exact.reshape(shape), low.astype(q.dtype).reshape(shape), size)
-
-
-def low_precision(s: np.ndarray, v: np.ndarray, chosen: np.ndarray, summed: np.ndarray) -> np.ndarray:
-    """Weights in v's 16 bits and all else in float32: ``[B, H, M, D]``."""
-    v = np.repeat(v, s.shape[1] // v.shape[1], axis=1)  # [B, H, N, D]
-    s = np.where(summed, s, -np.inf).astype(np.float32)  # [B, H, M, N]
-    top = s.max(-1, keepdims=True)  # [B, H, M, 1]
-    p = np.exp(s - np.where(np.isneginf(top), np.float32(0), top))  # [B, H, M, N]
-    total = p.sum(-1, keepdims=True)  # [B, H, M, 1]
-    weights = np.where(chosen, p, 0).astype(v.dtype).astype(np.float32)  # [B, H, M, N]
-    return weights @ v.astype(np.float32) / np.where(total == 0, 1, total)
+    return Case(made.name, given, exact.reshape(shape), low.reshape(shape), size)
 
 
 def cases(machine: str, full: bool) -> Sequence[Case]:

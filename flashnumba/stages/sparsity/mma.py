@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import ARGUMENTS
-from flashnumba.stages.sparsity import lists, predict, sla_plans
+from flashnumba.stages.sparsity import lists, pool, predict, sla_plans
 from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
 from flashnumba.tiles.attention import AttentionTiles
@@ -163,9 +163,9 @@ def plan_sparge(
         shape, block_m=block_m, block_n=block_n, vote=vote, keep_sum=keep_sum, noted=noted, tiles=tiles, name="sparge",
         broken=broken,
     )  # fmt: skip
-    pools = predict.pool_launches(shape, block_m, block_n, broken)
+    pools = pool.pool_launches(shape, block_m, block_n, broken)
     choose = predict.choose_launch(shape, block_m, block_n, by_count, broken)
-    made = predict.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
+    made = pool.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
     return Plan((*pools, choose, *rest.launches), rest.scratch | made)
 
 

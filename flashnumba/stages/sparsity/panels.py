@@ -9,6 +9,7 @@ import numpy as np
 
 from flashnumba.stages.figures import BLUE, GREEN, ORANGE, RED
 from flashnumba.stages.sparsity import reference
+from flashnumba.stages.sparsity.every_head import TILE, outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["THRESHOLDS", "curve", "draw_curves", "draw_map", "draw_weights"]
 
 THRESHOLDS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 1e-3, 1e-4)
-TILE = (32, 16)
-"""Rows and keys of a tile, small as the sequence is short."""
 
 
 def draw_weights(axes: Axes, q: np.ndarray, k: np.ndarray) -> None:
@@ -47,18 +46,8 @@ def draw_map(axes: Axes, q: np.ndarray, k: np.ndarray, options: Mapping[str, flo
 
 def curve(q: np.ndarray, k: np.ndarray, v: np.ndarray, method: str) -> Iterator[tuple[float, float]]:
     """(share of tiles left out, error of o over the size of o), for several thresholds or budgets."""
-    s = reference.scores(q, k)  # [1, 1, M, N]
-    rows, keys = TILE if method in ("block", "predicted") else (TILE[0] // 2, TILE[1])
-    whole = np.ones_like(s, bool)  # [1, 1, M, N]
-    exact = reference.attend(s, v, whole)[0]  # [1, 1, M, D]
     for i, threshold in enumerate(THRESHOLDS):
-        if method == "predicted":
-            blocks = reference.predict(q, k, rows=rows, keys=keys, alike=-1.0, topk=(i + 1) / len(THRESHOLDS))
-        else:
-            blocks = reference.skip(s, rows, keys, threshold)  # [1, 1, R, C]
-        chosen = reference.expand(blocks, rows, keys, *s.shape[-2:])  # [1, 1, M, N]
-        o = reference.attend(s, v, chosen, whole if method == "warp, sum kept" else None)[0]  # [1, 1, M, D]
-        yield 1 - float(blocks.mean()), float(np.abs(o - exact).sum() / np.abs(exact).sum())
+        yield outcome(q, k, v, method, (i + 1) / len(THRESHOLDS) if method == "predicted" else threshold)
 
 
 def draw_curves(axes: Axes, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:

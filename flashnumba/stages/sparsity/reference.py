@@ -34,7 +34,10 @@ from math import sqrt
 
 import numpy as np
 
-__all__ = ["alikeness", "attend", "by_blocks", "expand", "predict", "scores", "skip", "top_blocks", "visible_blocks"]
+from flashnumba.stages.flash_forward.reference import in_order, normalise
+
+__all__ = ["alikeness", "attend", "by_blocks", "expand", "low_precision", "predict", "scores", "skip", "top_blocks",
+           "visible_blocks"]  # fmt: skip
 
 
 def scores(q: np.ndarray, k: np.ndarray, scale: float | None = None, causal: bool = False) -> np.ndarray:
@@ -58,6 +61,25 @@ def attend(s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray | 
     with np.errstate(divide="ignore"):
         lse = (origin + np.log(total))[..., 0]  # [B, H, M]
     return p @ v / np.where(total == 0, 1, total), lse
+
+
+def low_precision(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray | None = None,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """:func:`attend` from q, k and v as a GPU does it: the model of
+    :func:`flashnumba.stages.flash_forward.reference.low_precision`, with scores left out. ``kept`` and ``summed`` hold
+    visible scores alone. Returns o of q's dtype, 16 bits, and lse float32."""
+    k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3).astype(np.float32) for x in (k, v))  # [B, H, N, D], twice
+    s = in_order(q.astype(np.float32), k.swapaxes(-1, -2), 16)  # [B, H, M, N]
+    s = s * np.float32(1 / sqrt(q.shape[-1]) if scale is None else scale)  # [B, H, M, N]
+    s = np.where(kept if summed is None else summed, s, np.float32(-np.inf))  # [B, H, M, N]
+    top = s.max(-1, initial=-np.inf)  # [B, H, M]
+    p = np.exp(s - np.where(np.isneginf(top), np.float32(0), top)[..., None])  # [B, H, M, N]
+    total = np.add.accumulate(p, -1)[..., -1] if p.shape[-1] else np.zeros_like(top)  # [B, H, M]
+    weights = np.where(kept, p, 0).astype(q.dtype).astype(np.float32)  # [B, H, M, N]
+    o, lse = normalise((top, total, in_order(weights, v, 16)))  # [B, H, M, D], [B, H, M]
+    return o.astype(q.dtype), lse
 
 
 def expand(blocks: np.ndarray, rows: int, keys: int, m: int, n: int) -> np.ndarray:

@@ -9,12 +9,14 @@ from flashnumba.machine import launcher
 from flashnumba.machine.arrays import host_view
 from flashnumba.stages import heads
 from flashnumba.stages.heads import Shape
-from flashnumba.stages.sparsity import low_precision, problem
+from flashnumba.stages.sparsity import problem
 from flashnumba.stages.sparsity import reference as R
+from flashnumba.tiles.sparse import COMPUTED
+from flashnumba.tiles.sparse_split import TILE
 from tests.stages.flash_forward.attention_cases import junk
 from tests.stages.rowwise import NAN
 
-__all__ = ["data", "dense_bits", "judge", "right", "run"]
+__all__ = ["data", "dense_bits", "judge", "kept_by", "right", "run"]
 
 
 def data(
@@ -80,9 +82,8 @@ def judge(results, qkv, kept, *, summed=None, causal=False, scale=None):
     kept = kept & ~np.isneginf(s)
     summed = kept if summed is None else summed & ~np.isneginf(s)
     o, lse = R.attend(s, v, kept, summed)
-    low = low_precision(s, v, kept, summed).astype(q.dtype)
-    finite = np.where(np.isneginf(lse), 0, lse)
-    return compare(results[0], o, low), compare(results[1], lse, np.where(np.isneginf(lse), lse, finite + 1e-5))
+    o_low, lse_low = R.low_precision(q, k, v, kept, summed, scale)
+    return compare(results[0], o, o_low), compare(results[1], lse, lse_low)
 
 
 def right(results, qkv, kept, **more) -> bool:
@@ -93,3 +94,14 @@ def dense_bits(results, dense) -> None:
     """Every bit of o and lse as the dense kernel's."""
     for got, wanted in zip(results[:2], dense, strict=True):
         np.testing.assert_array_equal(got.view(np.uint16), wanted.view(np.uint16))
+
+
+def kept_by(tile_map, heads, m, n, bm):
+    """Which scores decoding computes, ``[1, heads, m, n]``, from its map of packed rows."""
+    group = heads // tile_map.shape[1]
+    kept = np.zeros((1, heads, m, n), bool)
+    for h in range(heads):
+        for row in range(m):
+            block = (row * group + h % group) // bm
+            kept[0, h, row] = np.repeat(tile_map[0, h // group, block] == COMPUTED, TILE)[:n]
+    return kept

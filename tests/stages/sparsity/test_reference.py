@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from flashnumba.data import load_minilm
 from flashnumba.data.structured import KINDS, structured
 from flashnumba.stages.flash_forward.reference import dense
-from flashnumba.stages.sparsity import panels
+from flashnumba.stages.sparsity import every_head, panels
 from flashnumba.stages.sparsity import reference as R
 
 
@@ -86,3 +90,14 @@ def test_curves_go_up():
     q, k, v = (x[:, :1].astype(np.float64) for x in structured(256, 32, heads=4))
     points = sorted(panels.curve(q, k, v, "block"))
     assert points[0][1] <= points[-1][1] and points[-1][0] > points[0][0]
+
+
+def test_the_table_of_every_head_is_what_the_command_makes():
+    """One head of the stored ones, which are all."""
+    held = json.loads((Path(__file__).parents[3] / "docs" / "results" / "every_head.json").read_text())
+    data = load_minilm()
+    assert len(held["heads"]) == data.q.shape[0] * data.q.shape[1] * len(every_head.SHARES)
+    made = every_head.table([(1, 5)], (0.5,))[0]
+    kept = next(row for row in held["heads"] if all(row[x] == made[x] for x in ("layer", "head", "share")))
+    for name in every_head.METHODS:
+        np.testing.assert_allclose(kept["methods"][name], made["methods"][name], rtol=0.02, err_msg=name)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashnumba.machine.emulator import Fault
-from flashnumba.stages.sparsity import mma, predict
+from flashnumba.stages.sparsity import mma, pool, predict
 from flashnumba.stages.sparsity import reference as R
 from tests.stages.sparsity.sparse_cases import right, run
 from tests.stages.sparsity.test_mma import TWO
@@ -80,7 +80,7 @@ def test_equal_weights_are_kept_in_order(machine):
         assert made["mask"].ravel().tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("broken", predict.FAULTS)
+@pytest.mark.parametrize("broken", [*pool.FAULTS, *predict.FAULTS])
 def test_planted_faults(broken):
     qkv = tokens()
     qkv[1][:, :, ::20] *= 8  # a few long tokens, which lengths would give the say

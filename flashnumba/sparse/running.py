@@ -1,0 +1,199 @@
+"""What the public functions of sparse attention share: checks of arguments, NumPy or kernels, and what was left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from flashnumba.stages.heads import Heads
+
+__all__ = ["BACKENDS", "KEYS", "ROWS", "WARP_ROWS", "SparseInfo", "arrays", "check_blocks", "check_number", "limit_for",
+           "mask_for", "prepare", "run", "scores"]  # fmt: skip
+
+BACKENDS = ("auto", "numpy", "emulator")
+"""Kernels where the arrays are, or NumPy if there is no GPU; the references in float64; kernels on the emulator."""
+ROWS, KEYS, WARP_ROWS = 128, 64, 32
+"""A tile of the references, and rows of a warp: those of the kernels on most GPUs."""
+
+
+@dataclass(frozen=True)
+class SparseInfo:
+    """What was left out.
+
+    Attributes:
+        tile_map: uint8 ``[B, H, row tiles, key tiles]`` of q's kind, on its device; decoding has heads of k, and
+            rows of all query heads that share one. 1: computed; 2: scores only, left out then; 0: not looked
+            at, being hidden by the causal mask or off the list.
+        tile: rows and keys of a tile.
+        threshold: what was compared with, 0 if nothing was.
+        mask: SpargeAttn's mask of blocks, uint8 ``[B, H, R, C]``; else None.
+    """
+
+    tile_map: Any
+    tile: tuple[int, int]
+    threshold: float = 0.0
+    mask: Any = None
+
+    def computed(self) -> int:
+        """Tiles computed to the end; waits for the GPU."""
+        return int((self.tile_map == 1).sum())
+
+    def skipped(self) -> float:
+        """The share left out of the tiles whose scores were looked at; waits for the GPU."""
+        out = int((self.tile_map == 2).sum())
+        return out / max(1, out + self.computed())
+
+
+def check_number(name: str, value: Any) -> None:
+    """TypeError if it is no finite number."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(float(value)):
+        raise TypeError(f"{name} is {value!r}; it must be a finite number")
+
+
+def check_blocks(block_m: Any, block_n: Any) -> None:
+    """ValueError if a size of blocks is no positive multiple of 64."""
+    for name, value in (("block_m", block_m), ("block_n", block_n)):
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value % 64:
+            raise ValueError(f"{name} is {value!r}; it must be a positive multiple of 64")
+
+
+def limit_for(threshold: Any) -> float:
+    """The kernels' limit for a threshold.
+
+    Raises:
+        TypeError, ValueError: it is no number, or not at least 0 and below 1.
+    """
+    from flashnumba.stages.sparsity.problem import limit_of
+
+    check_number("threshold", threshold)
+    return limit_of(float(threshold))
+
+
+def prepare(q: Any, k: Any, v: Any, causal: Any, scale: Any, backend: Any, return_info: Any) -> Heads:
+    """The problem, checked; its results are new.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+    """
+    from flashnumba.stages.heads import prepare_heads
+
+    if not isinstance(return_info, bool):
+        raise TypeError(f"return_info is {return_info!r}; it must be True or False")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    problem = prepare_heads(
+        q, k, v, causal=causal, scale=scale, machine="auto" if backend == "auto" else "emulator", stream=None
+    )  # fmt: skip
+    if problem.device is not None and backend != "auto":
+        raise ValueError(f"q is on cuda:{problem.device} and backend {backend!r} takes arrays in host memory")
+    if problem.shape.element == "float32":
+        raise ValueError("q is float32; sparse attention takes float16 and bfloat16")
+    return problem
+
+
+def mask_for(mask: Any, problem: Heads, block_m: int, block_n: int) -> Any:
+    """The mask as kernels take it: packed uint8 of four axes."""
+    from flashnumba.machine.arrays import describe
+    from flashnumba.stages.sparsity.lists import mask_shape
+
+    wanted = mask_shape(problem.shape, block_m, block_n)
+    axes = len(problem.found.shape)
+    if not hasattr(mask, "shape") or tuple(mask.shape) != wanted[4 - axes :]:
+        shape = getattr(mask, "shape", None)
+        raise ValueError(f"mask has shape {shape}; for q {problem.found.shape} it must be {wanted[4 - axes :]}")
+    if problem.found.kind.startswith("torch"):
+        import torch
+
+        if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
+            raise TypeError(f"mask is {type(mask).__name__}; beside torch tensors it must be one, of bool or uint8")
+        mask = mask.to(torch.uint8).contiguous().reshape(wanted)
+    elif str(mask.dtype) in ("bool", "uint8"):
+        mask = mask.astype("uint8").reshape(wanted)
+    else:
+        raise TypeError(f"mask has elements of type {mask.dtype}; they must be bool or uint8")
+    device = describe(mask, "mask").device
+    if device != problem.device:
+        raise ValueError(f"mask is on device {device} and q on {problem.device}; they must be in one place")
+    if problem.device is None:
+        from flashnumba.machine.arrays import host_view
+
+        return host_view(mask)
+    return mask
+
+
+def arrays(problem: Heads) -> list[Any]:
+    """q, k and v in host memory, of their own type."""
+    from flashnumba.machine.arrays import element_dtype, host_view
+
+    return [host_view(problem.arrays[name]).view(element_dtype(problem.shape.element)) for name in "qkv"]
+
+
+def scores(problem: Heads, reference: Any) -> Any:
+    """All scores in float64."""
+    q, k, _ = arrays(problem)
+    return reference.scores(q, k, problem.scale, problem.shape.causal)
+
+
+def run(
+    problem: Heads, plan: Callable[[], Any], by_numpy: Callable[[Any], Any], given: dict[str, Any], backend: str,
+    return_info: bool, vote: str, threshold: float, decoding: bool, rows: int = ROWS,
+    keys: int = KEYS,
+) -> Any:  # fmt: skip
+    """Launch, or compute with NumPy; o, or (o, info)."""
+    from flashnumba.stages.sparsity import mma
+    from flashnumba.stages.sparsity import problem as launching
+
+    shape = problem.shape
+    if backend == "numpy" or (backend == "auto" and problem.machine == "emulator"):
+        return _on_numpy(problem, by_numpy, threshold, return_info, keys, "mask" in given or "kept" in given)
+    if 0 in (shape.batch, shape.heads, shape.m, shape.n):
+        import numpy as np
+
+        for result, value in zip(problem.results, (0, -np.inf), strict=True):
+            result[...] = value
+        made: dict[str, Any] = {}
+    else:
+        made = launching.run(problem, plan(), given)
+    o = problem.finish()[0]
+    if not return_info:
+        return o
+    from flashnumba.stages.sparsity.decode import decode_tiles
+    from flashnumba.tiles.sparse import unit_rows
+    from flashnumba.tiles.sparse_split import TILE
+
+    if decoding:
+        tile = decode_tiles(shape.d, shape.m * shape.group).bm, TILE
+    else:
+        tiles = mma.sparse_tiles(shape, rows, keys)
+        tile = unit_rows(tiles, vote), tiles.bn
+    return o, SparseInfo(made.get("tile_map"), tile, threshold, made.get("mask", given.get("mask")))
+
+
+def _on_numpy(
+    problem: Heads, by_numpy: Any, threshold: float, return_info: bool, keys: int, given_mask: bool
+) -> Any:  # fmt: skip
+    import numpy as np
+
+    from flashnumba.stages.sparsity import reference
+
+    q, k, v = arrays(problem)
+    blocks, rows, keep_sum = by_numpy(reference)  # [B, H, R, C]
+    s = reference.scores(q, k, problem.scale, problem.shape.causal)  # [B, H, M, N]
+    seen = ~np.isneginf(s)  # [B, H, M, N]
+    kept = reference.expand(blocks, rows, keys, *s.shape[-2:]) & seen  # [B, H, M, N]
+    o, lse = reference.attend(s, v, kept, seen if keep_sum else kept)
+    problem.arrays["o"].view(q.dtype)[...] = o
+    problem.arrays["lse"][...] = lse
+    result = problem.finish()[0]
+    if not return_info:
+        return result
+    shape = problem.shape
+    visible = reference.visible_blocks(shape.m, shape.n, rows, keys, shape.causal)  # [R, C]
+    other = 0 if given_mask else np.where(visible, 2, 0)  # [R, C]
+    tile_map = np.where(blocks & visible, 1, other).astype(np.uint8)  # [B, H, R, C]
+    return result, SparseInfo(tile_map, (rows, keys), threshold, blocks.astype(np.uint8) if given_mask else None)
