@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, int32, uint32
 from flashnumba.stages.flash_mla.attend import make_attend
+from flashnumba.stages.flash_mla.attend_codes import make_attend_codes
 from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.tiles.dependency import make_trigger
 from flashnumba.tiles.fp8_convert import ELEMENTS
@@ -36,7 +37,8 @@ PREFILL_ARGS = ("q", "kv", "o", "lse", "scale", "causal")
 @cache
 def make_decode(tiles: MLATiles, element: str, arch: str = "80", *, code: str = "", broken: str = "") -> Kernel:
     """The kernel of :data:`DECODE_ARGS`, a block for each part and tile of rows; options as of ``make_attend``."""
-    bm, attend, trigger = tiles.bm, make_attend(tiles, element, arch, code=code, broken=broken), make_trigger(arch)
+    bm, make, trigger = tiles.bm, make_attend_codes if tiles.direct else make_attend, make_trigger(arch)
+    attend = make(tiles, element, arch, code=code, broken=broken)
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="flash_mla.decode")
     def decode(q, cache, block_table, lengths, parts, num_splits, acc_parts, m_parts, l_parts, o, lse, scale, causal):
@@ -89,7 +91,7 @@ def tiles_for(rows: int, arch: str, eight: bool = False) -> MLATiles:
     if room < 160:
         return MLATiles(16, 32, 4, slots=4 if eight else 2, held=True, eight=eight)
     if rows <= 16:
-        blocks, slots = (2, 4 if eight else 3) if room > 200 else (1, 4)
+        blocks, slots = (3 if eight else 2, 3) if room > 200 else (2, 3) if eight else (1, 4)
         return MLATiles(16, 32, 4, slots=slots, held=True, min_blocks=blocks, eight=eight)
     if rows <= 32 and room > 200:
         return MLATiles(32, 64, 8, row_parts=2, slots=2 - eight, eight=eight)

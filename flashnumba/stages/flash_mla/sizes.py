@@ -139,15 +139,8 @@ class MLATiles:
     @property
     def direct(self) -> bool:
         """Whether codes are converted between ldmatrix and the products, and not a tile at a time: a warp has the
-        columns of one block of 128, and eight of the keys."""
-        return (
-            self.eight
-            and self.held
-            and self.bm == 16
-            and self.columns == BLOCK
-            and self.bk == 8
-            and self.dv == 4 * BLOCK
-        )
+        columns of one block of 128, of K as of V."""
+        return self.eight and self.held and self.bm == 16 and self.columns == BLOCK
 
     @property
     def pitch(self) -> int:
@@ -166,13 +159,13 @@ class MLATiles:
 
     @property
     def p_bytes(self) -> int:
-        """Of P; with codes that are multiplied as they are, once for the scales of each block."""
-        return self.bm * swizzle(self.bn).pitch * (self.dv // BLOCK if self.direct else 1)
+        """Of P, where it is exchanged."""
+        return 0 if self.direct else self.bm * swizzle(self.bn).pitch
 
     @property
-    def rope_bytes(self) -> int:
-        """Of Q's rotated part, where registers have no room for it."""
-        return 2 * self.bm * (self.d - self.dv) if self.direct else 0
+    def s_bytes(self) -> int:
+        """Of the summands of S that warps leave to one another, with codes that are multiplied where they lie."""
+        return 4 * self.warps * self.bm * self.bn if self.direct else 0
 
     @property
     def stats(self) -> int:
@@ -185,4 +178,4 @@ class MLATiles:
         q = 0 if self.held else self.bm * self.pitch
         kv = self.slots * (self.raw if self.eight else self.tile)
         kv += self.tile if self.eight and not self.direct else 0
-        return ALIGNMENT + q + kv + self.p_bytes + self.rope_bytes + self.stats + 16
+        return ALIGNMENT + q + kv + self.p_bytes + self.s_bytes + self.stats + 16
