@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import global_address, shared_address, st_shared_f32
+from flashnumba.machine.instructions import global_address, ld_shared_b32, shared_address, st_shared_b32, st_shared_f32
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.flash_mla.codes import make_code_steps
 from flashnumba.stages.flash_mla.leave import make_leave
@@ -73,6 +73,12 @@ def make_attend_codes(
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         factor = factor_of(scale)
 
+        cuda.syncthreads()  # nobody reads what the piece before left in shared memory
+        home = sums + uint32(4 * bm)
+        if cuda.threadIdx.x == 0:
+            st_shared_b32(home, uint32(row0))
+        cuda.syncthreads()  # it is there; out of registers, or what depends on it would be kept through the loop
+        row0 = int32(ld_shared_b32(home))
         queries, heads = int32(q.shape[1]), int32(q.shape[2])
         rows = int32(queries * heads)
         keys = visible_keys(min(int32(row0 + int32(bm)), rows) - int32(1), heads, queries, length, causal)
@@ -90,7 +96,6 @@ def make_attend_codes(
         l = cuda.local.array(2, float32)
         inverse = cuda.local.array(1, float32)
         clear(acc, m, l, inverse)
-        cuda.syncthreads()  # nobody reads what the piece before left in shared memory
         copy_q(
             q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),
             int64(d), int64(row0), int64(heads), q.strides[2],
@@ -135,6 +140,7 @@ def make_attend_codes(
             if warp == 0 and (lane & 3) == 0:
                 st_shared_f32(sums + uint32(4) * ((uint32(lane) >> uint32(2)) + uint32(8 * half)), mine)
         cuda.syncthreads()  # the sums are there for all
+        row0 = int32(ld_shared_b32(home))
         leave(acc, m, sums, acc_parts, m_parts, l_parts, o, lse, factor, request, split, row0, rows, heads, warp, lane)
 
     return attend

@@ -20,6 +20,8 @@ scale comes, O is multiplied, as for a new maximum.
 
 A row of the tile is 656 bytes, an odd multiple of 16, so eight of them at one column meet no bank twice, as they are.
 What a word of a row, or of a transposed one, becomes, and which product takes it: :mod:`flashnumba.tiles.fp8_halves`.
+Where e4m3 is converted by instructions, which take neighbours, two words of V are merged first, byte by byte, and give
+pairs of keys eight apart; P's operands are packed in the same order, which costs nothing.
 """
 
 from __future__ import annotations
@@ -207,6 +209,7 @@ def make_code_steps(tiles: MLATiles, element: str, code: str, arch: str, broken:
     def weights(p, s, scales, acc, m, l, inverse, factor):
         largest, risen = float32(0), False
         alpha = cuda.local.array(2, float32)
+        kept = cuda.local.array(4, float32)
         for i in range(2 * groups):
             largest = max(largest, scales[i])
         raise_unit(acc, inverse, largest)
@@ -230,7 +233,27 @@ def make_code_steps(tiles: MLATiles, element: str, code: str, arch: str, broken:
                 x = ex2_approx((s[4 * n + 2 * half] - origin) * factor)
                 y = ex2_approx((s[4 * n + 2 * half + 1] - origin) * factor)
                 l[half] += x + y
-                p[2 * n + half] = pack_f16x2(x * first, y * second)
+                x, y = x * first, y * second
+                if not neighbours:
+                    p[2 * n + half] = pack_f16x2(x, y)
+                elif n % 2 == 0:
+                    kept[2 * half], kept[2 * half + 1] = x, y
+                else:
+                    p[2 * n - 2 + half] = pack_f16x2(kept[2 * half], x)
+                    p[2 * n + half] = pack_f16x2(kept[2 * half + 1], y)
+
+    @device
+    def of_keys(b, first, second):
+        """B operands of the even and the odd columns from two columns of keys 2 c, 2 c + 1 and eight further."""
+        if neighbours:
+            # The instructions convert neighbours, so a code of the first word is put beside one of the second.
+            even = (first & uint32(0x00FF00FF)) | ((second << uint32(8)) & uint32(0xFF00FF00))
+            odd = ((first >> uint32(8)) & uint32(0x00FF00FF)) | (second & uint32(0xFF00FF00))
+            b[0], b[1] = along(uint32(even))
+            b[2], b[3] = along(uint32(odd))
+        else:
+            b[0], b[2] = across(first)
+            b[1], b[3] = across(second)
 
     @device
     def multiply_pv(acc, p, raw_tile, warp, lane):
@@ -242,8 +265,7 @@ def make_code_steps(tiles: MLATiles, element: str, code: str, arch: str, broken:
             for k in range(groups // 2):
                 ldmatrix_x4_trans(raw, 0, at + uint32(16 * k * nbytes + 32 * n))
                 for chunk in range(2):
-                    b[0], b[2] = across(raw[2 * chunk])
-                    b[1], b[3] = across(raw[2 * chunk + 1])
+                    of_keys(b, raw[2 * chunk], raw[2 * chunk + 1])
                     multiply(acc, (4 * n + 2 * chunk) * 4, p, 4 * k, b, 0)
                     multiply(acc, (4 * n + 2 * chunk + 1) * 4, p, 4 * k, b, 2)
 

@@ -96,8 +96,8 @@ def tiles_for(rows: int, arch: str, eight: bool = False) -> MLATiles:
     if rows <= 32 and room > 200:
         return MLATiles(32, 64, 8, row_parts=2, slots=2 - eight, eight=eight)
     if eight:
-        return MLATiles(64, 32 if room < 200 else 64, 8, row_parts=4, slots=1, eight=True)
-    return MLATiles(64, 64 if room > 200 else 32, 8, row_parts=4, slots=2)
+        return MLATiles(64, 32 if room < 200 else 64, 8, row_parts=4, slots=1, deep=True, eight=True)
+    return MLATiles(64, 64 if room > 200 else 32, 8, row_parts=4, slots=2, deep=True)
 
 
 def compile_cases() -> Iterator[CompileCase]:
