@@ -110,8 +110,8 @@ def make_attend_codes(
         cuda.syncthreads()  # Q is there for all; the first tile's barrier is before anything is put in its place
         load_q(q_held, q_unit, q_tile, warp, lane)
         page, here = page_of(table, request, int32(first + int32(slots - 1)), last), uint32(0)
-        for step in range(first, last):
-            j = int32(step)
+        j = first
+        while j < last:
             wait()
             if not no_barrier:
                 cuda.syncthreads()  # tile j is there for all, and nobody reads the one before or its summands
@@ -128,10 +128,10 @@ def make_attend_codes(
             if scale <= float32(0):
                 turn(s, s_count, scale)
             if int32((j + int32(1)) * int32(bn)) > whole and not no_tail:
-                hide(s, int32(0), row0, j, int32(0), heads, queries, length, causal, lane)
+                hide(s, int32(0), int32(ld_shared_b32(home)), j, int32(0), heads, queries, length, causal, lane)
             weights(p, s, scales, acc, m, l, inverse, factor)
             multiply_pv(acc, p, raw_tile, warp, lane)
-            here = next_of(here)
+            here, j = next_of(here), int32(j + int32(1))
 
         wait_all()  # for copies of nothing
         settle(acc, inverse)
