@@ -86,18 +86,23 @@ SHARED = {"80": 163, "90a": 227, "100a": 227}
 
 
 def tiles_for(rows: int, arch: str, eight: bool = False) -> MLATiles:
-    """Tiles for so many rows of a request: 16 where bytes decide, 64 where products do and shared memory has room."""
+    """Tiles for so many rows of a request: 16 where bytes decide, 64 where products do and shared memory has room.
+
+    Codes of 8 bits are multiplied where they lie up to 32 rows, in two tiles of 16: on an H200 1.11 times as fast as
+    one tile of 32 for which they are converted first.
+    """
     room = SHARED.get(arch, 99)
-    if room < 160:
-        return MLATiles(16, 32, 4, slots=4 if eight else 2, held=True, eight=eight)
-    if rows <= 16:
-        blocks, slots = (3 if eight else 2, 3) if room > 200 else (2, 3) if eight else (1, 4)
-        return MLATiles(16, 32, 4, slots=slots, held=True, min_blocks=blocks, eight=eight)
+    if eight and (rows <= 32 or room < 160):
+        # sm_100a's code takes more registers than three blocks leave; one block has room for a slot more.
+        blocks, slots = (3, 3) if arch == "90a" else (2, 4) if room > 200 else (2, 3) if room > 160 else (1, 4)
+        return MLATiles(16, 32, 4, slots=slots, held=True, min_blocks=blocks, eight=True)
+    if rows <= 16 or room < 160:
+        blocks, slots = (2, 3) if room > 200 else (1, 4) if room > 160 else (1, 2)
+        return MLATiles(16, 32, 4, slots=slots, held=True, min_blocks=blocks)
     if rows <= 32 and room > 200:
-        return MLATiles(32, 64, 8, row_parts=2, slots=2 - eight, eight=eight)
-    if eight:
-        return MLATiles(64, 32 if room < 200 else 64, 8, row_parts=4, slots=1, deep=True, eight=True)
-    return MLATiles(64, 64 if room > 200 else 32, 8, row_parts=4, slots=2, deep=True)
+        return MLATiles(32, 64, 8, row_parts=2, slots=2, deep=True)
+    bn, slots = 64 if room > 200 else 32, 1 if eight else 2
+    return MLATiles(64, bn, 8, row_parts=4, slots=slots, deep=True, eight=eight)
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -120,10 +125,10 @@ def compile_cases() -> Iterator[CompileCase]:
     for rows, chosen_for in ((16, large), (32, large), (64, large), (16, ("80",)), (64, ("80",)), (16, ("86", "89")),
                              (16, ("120a",))):  # fmt: skip
         yield case(rows, chosen_for)
-    for rows, chosen_for in ((16, large), (32, large), (64, large), (16, ("80",)), (64, ("80",)), (16, ("86",)),
+    for rows, chosen_for in ((16, ("90a",)), (16, ("100a",)), (64, large), (16, ("80",)), (64, ("80",)), (16, ("86",)),
                              (16, ("89",)), (16, ("120a",))):  # fmt: skip
         yield case(rows, chosen_for, e4m3)
-    for chosen_for in (large, ("80",)):
+    for chosen_for in (("90a",), ("100a",), ("80",)):
         yield case(16, chosen_for, e5m2)
     for chosen_for in (large, ("80",), ("86", "89")):
         yield case(64, chosen_for, prompt=True)
