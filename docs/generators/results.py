@@ -204,7 +204,11 @@ def mla(path: Path) -> str:
         return f"{one['flops_per_second'] / 1e12:.3g}{share}"
 
     heads = {"B": "batch", "N": "n", "H": "heads"}
-    share = f"; in brackets the share of `gemm mma` on the largest float16 matrices, {product / 1e12:.3g}" if product else ""
+    share = (
+        f"; in brackets the share of `gemm mma` on the largest float16 matrices, {product / 1e12:.3g}"
+        if product
+        else ""
+    )
     text = (
         "Decoding, one query token a request, pages in random order, inputs from device memory: microseconds, the "
         "merge of parts included; in brackets bytes of the cache a second beside a copy of 1 GiB, and of a cache in 8 "
