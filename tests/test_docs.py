@@ -336,6 +336,19 @@ def test_the_tables_of_decoding(tmp_path: Path) -> None:
     assert "| [1, 4, 64, 64] | flashnumba.attention | 12 |" in host and "| torch | - |" in host
 
 
+def test_the_tables_of_latent_attention(tmp_path: Path) -> None:
+    page = results.page(put(tmp_path, mla=fakes.mla_file())).split("<details>")[0]
+    assert "| B | N | H | flash_mla.decode | flash_mla.decode, e4m3 |\n" in page
+    assert "| 128 | 4096 | 16 | 160 (0.90) | 125 (0.65, x 1.28) |" in page
+    assert "| 128 | 4096 | 16 | 120 | 140 |" in page and "| 1 | 4096 | 16 | 290 |" in page
+    gemm = {"sizes": [{"element": "float16", "m": n, "n": n, "k": n, "majors": "kn", "measured": [
+        {"name": "mma", "ours": True, "seconds": 1.0, "flops_per_second": rate, "of_cublas": 0.6}
+    ]} for n, rate in ((4096, 4.8e14), (8192, 4e14))]}  # fmt: skip
+    (tmp_path / "gemm.json").write_text(json.dumps(gemm), encoding="utf-8")
+    page = results.mla(tmp_path / "mla.json")
+    assert "matrices, 400:" in page and "| 128 | 4096 | 16 | 120 (0.30) | 140 (0.35) |" in page
+
+
 RESOURCES = [
     Resources("gemm.mma float16", "80", 128, 168, shared=98304, barriers=1),
     Resources("gemm.mma float16", "90a", 128, 168, spills=8, shared=98304, barriers=1),

@@ -187,6 +187,51 @@ def _us(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e6:.3g}"
 
 
+def mla(path: Path) -> str:
+    """Microseconds of latent attention, beside a copy where it reads the cache, and TFLOP/s beside a matrix product."""
+    held, _, facts = facts_of(path)
+    ours = [{**size, "measured": [m for m in size["measured"] if m["ours"]]} for size in held["sizes"]]
+    decoding, prefill = ([size for size in ours if size["prefill"] == which] for which in (False, True))
+    gemm = path.with_name("gemm.json")
+    product = _largest_product(json.loads(gemm.read_text(encoding="utf-8"))) if gemm.is_file() else None
+
+    def read(one: Row) -> str:
+        times = one.get("of_bfloat16")
+        return f"{one['seconds'] * 1e6:.4g} ({one['of_copy']:.2f}{f', x {times:.2f}' if times else ''})"
+
+    def multiplied(one: Row) -> str:
+        share = f" ({one['flops_per_second'] / product:.2f})" if product else ""
+        return f"{one['flops_per_second'] / 1e12:.3g}{share}"
+
+    heads = {"B": "batch", "N": "n", "H": "heads"}
+    share = (
+        f"; in brackets the share of `gemm mma` on the largest float16 matrices, {product / 1e12:.3g}"
+        if product
+        else ""
+    )
+    text = (
+        "Decoding, one query token a request, pages in random order, inputs from device memory: microseconds, the "
+        "merge of parts included; in brackets bytes of the cache a second beside a copy of 1 GiB, and of a cache in 8 "
+        f"bits the speed beside 16 bits:\n\n{pivot(decoding, heads, read)}\nTFLOP/s{share}:\n\n"
+        f"{pivot(decoding, heads, multiplied)}"
+    )
+    if prefill:
+        text += f"\nPrefill, causal, TFLOP/s{' with the same share' if product else ''}:\n\n"
+        text += pivot(prefill, heads, multiplied)
+    text += "\ntorch's FlashAttention-2 and cuDNN take no heads of 576 columns; what they answer is below.\n"
+    return f"## Mla\n\n{facts}\n{text}{folded(held['sizes'], 'measured')}"
+
+
+def _largest_product(held: Mapping[str, Any]) -> float | None:
+    """Operations a second of `mma` on the largest float16 matrices."""
+    found = {
+        size["m"] * size["n"] * size["k"]: m["flops_per_second"]
+        for size in held["sizes"] for m in size["measured"]
+        if size["element"] == "float16" and m["name"] == "mma" and m["seconds"]
+    }  # fmt: skip
+    return found[max(found)] if found else None
+
+
 SECTIONS: Mapping[str, Callable[[Path], str]] = {
     "gemm": gemm,
     "attention": attention,
@@ -194,6 +239,7 @@ SECTIONS: Mapping[str, Callable[[Path], str]] = {
     "staged": staged,
     "backward": backward,
     "decode": decode,
+    "mla": mla,
     "counters": counters.section,
     "every_head": every_head.section,
 }

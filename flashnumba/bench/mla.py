@@ -41,7 +41,7 @@ SCALE = (128 + 64) ** -0.5
 ROWS = 12
 """Of a request that are compared."""
 IN_TURN = 1 << 29
-"""Bytes of all caches that are used in turn, at least: ten times the L2 cache of an H200."""
+"""Bytes of all inputs and results that are used in turn, at least: ten times the L2 cache of an H200."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Problem:
     def nbytes(self) -> int:
         """Of the cache in 16 bits."""
         return self.batch * self.n * 2 * D
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of the cache, of the queries and of what comes of them."""
+        return self.nbytes + 2 * self.batch * self.tokens * self.heads * (D + DV)
 
     @property
     def flops(self) -> int:
@@ -86,7 +91,7 @@ def measure(
         bandwidth: bytes a second that the copy of 1 GiB reads and writes.
         clock: a :class:`flashnumba.bench.decode.GraphClock` if None.
         until: ``time.monotonic()`` after which no further kernel is begun.
-        in_turn: bytes of all caches in 16 bits, at least.
+        in_turn: bytes of all inputs and results, at least.
         machine: ``"emulator"`` runs the kernels there, on tensors in host memory: for tests, with a clock of their own.
         report: called with each result as it is there.
 
@@ -95,7 +100,7 @@ def measure(
     """
     torch, device, _ = place("mla", machine)
     random = torch.Generator(device=device).manual_seed(0)
-    sets = [Inputs(torch, problem, device, random, machine) for _ in range(max(1, -(-in_turn // problem.nbytes)))]
+    sets = [Inputs(torch, problem, device, random, machine) for _ in range(max(1, -(-in_turn // problem.footprint)))]
     size = Size({**asdict(problem), "nbytes": problem.nbytes})
 
     def rates(seconds: float, nbytes: int = problem.nbytes) -> dict[str, float | None]:

@@ -126,3 +126,16 @@ def decode_file():
         {"q": "[1, 4, 64, 64]", "name": "torch", "seconds": None, "note": "not measured: no"},
     ]
     return held([size], host=host)
+
+
+def mla_file():
+    about = {"batch": 128, "n": 4096, "heads": 16, "tokens": 1, "element": "bfloat16", "nbytes": 603979776}
+    decoding = Size({**about, "prefill": False})
+    decoding.measured += [
+        one(CUDNN, None, ours=False, note="refused"),
+        one("flash_mla.decode", 1.6e-4, of_copy=0.9, flops_per_second=1.2e14),
+        one("flash_mla.decode, e4m3", 1.25e-4, of_copy=0.65, flops_per_second=1.4e14, of_bfloat16=1.28),
+    ]
+    prefill = Size({**about, "batch": 1, "tokens": 4096, "prefill": True})
+    prefill.measured += [one("flash_mla.prefill", 8e-3, flops_per_second=2.9e14)]
+    return held([decoding, prefill])

@@ -40,26 +40,6 @@ SPILLS_THAT_PAY: dict[tuple[str, str], int] = {
     ("sparsity.block_sparse float16 d 128, tiles for sm_86", "86"): 8,
     ("sparsity.block_sparse float16 d 128, tiles for sm_86", "89"): 8,
     ("sparsity.block_sparse float16 d 128, tiles for sm_100a", "100a"): 16,
-    # Latent attention keeps 16 rows of Q in 144 registers, or 64 rows of O in 128. The 16-bit kernel of 16 rows for
-    # sm_90a reloads one register a piece, and reads the cache at 0.88 to 1.00 of a copy on an H200. Those for a cache
-    # in 8 bits, and for other GPUs, were not measured beside a form that spills nothing.
-    ("flash_mla.decode bfloat16 16 rows, for sm_90a", "90a"): 4,
-    ("flash_mla.decode bfloat16 64 rows, for sm_90a", "100a"): 8,
-    ("flash_mla.decode bfloat16 16 rows, for sm_80", "80"): 4,
-    ("flash_mla.decode bfloat16 16 rows, for sm_86", "86"): 4,
-    ("flash_mla.decode bfloat16 16 rows, for sm_86", "89"): 4,
-    ("flash_mla.decode e4m3fn bfloat16 16 rows, for sm_90a", "90a"): 16,
-    ("flash_mla.decode e4m3fn bfloat16 16 rows, for sm_90a", "100a"): 60,
-    ("flash_mla.decode e4m3fn bfloat16 64 rows, for sm_90a", "90a"): 44,
-    ("flash_mla.decode e4m3fn bfloat16 16 rows, for sm_80", "80"): 18,
-    ("flash_mla.decode e4m3fn bfloat16 16 rows, for sm_86", "86"): 18,
-    ("flash_mla.decode e4m3fn bfloat16 16 rows, for sm_89", "89"): 16,
-    ("flash_mla.decode e4m3fn bfloat16 16 rows, for sm_120a", "120a"): 44,
-    ("flash_mla.decode e5m2 bfloat16 16 rows, for sm_90a", "90a"): 36,
-    ("flash_mla.decode e5m2 bfloat16 16 rows, for sm_90a", "100a"): 60,
-    ("flash_mla.decode e5m2 bfloat16 16 rows, for sm_80", "80"): 48,
-    ("flash_mla.append e4m3fn, for sm_89", "89"): 4,
-    ("flash_mla.append e5m2, for sm_89", "89"): 4,
 }
 """Bytes of spill stores allowed for (name of the case, architecture)."""
 

@@ -111,13 +111,13 @@ def make_append(
 
     @kernel(threads=32 * WARPS, arch=arch, name="flash_mla.append")
     def append(rows, cache, block_table, lengths):
-        index = int64(cuda.blockIdx.x) * WARPS + int64(cuda.threadIdx.x >> 5)
-        if index < rows.shape[0] * rows.shape[1]:
-            request, new = index // rows.shape[1], index % rows.shape[1]
-            place = int64(lengths[request]) + new
+        index, count = uint32(cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)), uint32(rows.shape[1])
+        if int64(index) < rows.shape[0] * rows.shape[1]:
+            request, new = uint32(index // count), uint32(index % count)
+            place = int64(lengths[request]) + int64(new)
             page = int64(block_table[request, int64(0) if first_page else place // PAGE])
             to = global_address(cache) + uint64((page * PAGE + place % PAGE) * width)
-            write(global_address(rows) + uint64(index * (2 * d)), to)
+            write(global_address(rows) + uint64(index) * uint64(2 * d), to)
 
     return append
 

@@ -3,7 +3,8 @@
 A block for each request would wait for the longest one. So the pages of all requests are laid end to end, with
 :data:`FIXED` pages more for each request, which is about what it costs to begin and end one, and cut into as many
 parts as there are blocks at a time. A part may hold the end of one request, some whole ones and the beginning of
-another; a request in several parts leaves a state in each, and :mod:`flashnumba.stages.flash_mla.combine` merges them::
+another; a request in several parts leaves a state in each, and :mod:`flashnumba.stages.flash_mla.combine` merges them.
+Parts have as few pages as they can, each piece counted with its :data:`FIXED`::
 
     pages       |--- request 0 ---|- 1 -|--------- request 2 ---------|- 3 -|
     parts       |    0    |    1    |    2    |    3    |    4    |    5    |
@@ -67,18 +68,25 @@ def schedule(lengths: np.ndarray, parts: int) -> SplitPlan:
     if lengths.ndim != 1 or (lengths < 0).any():
         raise ValueError(f"lengths are {lengths.tolist()}; they must be a row of numbers of at least 0")
     pages = -(-lengths // PAGE)  # [B]
-    room = -(-int((pages + FIXED).sum()) // parts) + FIXED
-    table = np.zeros((parts, 8), np.int32)
-    splits = np.zeros(lengths.size, np.int64)
+    least = -(-int((pages + FIXED).sum()) // parts)
+    found = (_cut(pages.tolist(), parts, room) for room in range(max(least, FIXED + 1), max(least, 1) + FIXED + 1))
+    table, splits = next(cut for cut in found if cut)
+    return SplitPlan(table, np.concatenate([[0], np.cumsum(splits)]).astype(np.int32))
+
+
+def _cut(pages: list[int], parts: int, room: int) -> tuple[np.ndarray, list[int]] | None:
+    """(table, parts of each request) with ``room`` pages a part, counting :data:`FIXED` for each piece; None where that
+    is too little."""
+    table, splits = np.zeros((parts, 8), np.int32), [0] * len(pages)
     request = page = 0
     for part in range(parts):
-        begins = (request, page, int(splits[request])) if request < lengths.size else (request, 0, 0)
+        begins = (request, page, splits[request]) if request < len(pages) else (request, 0, 0)
         left, end, last = room, 0, request - 1
-        while request < lengths.size:
-            rest = int(pages[request]) - page
+        while request < len(pages):
+            rest = pages[request] - page
             if rest + FIXED <= left:
                 left -= rest + FIXED
-                last, end = request, int(pages[request])
+                last, end = request, pages[request]
                 splits[request] += 1
                 request, page = request + 1, 0
                 continue
@@ -88,4 +96,4 @@ def schedule(lengths: np.ndarray, parts: int) -> SplitPlan:
                 splits[request] += 1
             break
         table[part, :5] = (begins[0], begins[1], last, end, begins[2])
-    return SplitPlan(table, np.concatenate([[0], np.cumsum(splits)]).astype(np.int32))
+    return (table, splits) if request == len(pages) else None

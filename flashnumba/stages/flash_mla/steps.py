@@ -25,7 +25,7 @@ from flashnumba.machine.instructions import (
     st_shared_v4_f32,
     vote_any,
 )
-from flashnumba.machine.numba import cuda, float32, int32, uint32
+from flashnumba.machine.numba import cuda, float32, uint32
 from flashnumba.stages.flash_mla.sizes import MLATiles
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.online import NOTHING, anchor
@@ -33,7 +33,7 @@ from flashnumba.tiles.reduce import lanes_max, lanes_sum
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["LatentSteps", "make_steps"]
+__all__ = ["LatentSteps", "make_steps", "make_total"]
 
 
 class LatentSteps(NamedTuple):
@@ -49,8 +49,6 @@ class LatentSteps(NamedTuple):
         load_q: ``(q_held, q_lane)``: Q into registers.
         multiply_qk: ``(s, q_held, q_lane, k_lane)``: the warp's part of S = Q K^T.
         exchange: ``(s, p_tile, lane)``: where tiles are ``deep``, after ``multiply_qk``; s is then twice as large.
-        turn: ``(s, by)``: S times -1, for a scale below zero, or times zero.
-        mask: ``(s, visible, key, lane)``: -inf for keys from ``visible[2 f + half]`` on; ``key`` is the part's first.
         leave_maximum: ``(s, stats, row, part, lane)``: the maxima of the warp's part.
         raise_maximum: ``(m_s, l, stats, row, factor)``: m_s to the maximum of all parts, l in its units.
         weights: ``(s, m_s, l, p_tile, row, column, factor, lane)``: P, rounded, to shared memory; l grows.
@@ -68,8 +66,6 @@ class LatentSteps(NamedTuple):
     load_q: DeviceFunction
     multiply_qk: DeviceFunction
     exchange: DeviceFunction
-    turn: DeviceFunction
-    mask: DeviceFunction
     leave_maximum: DeviceFunction
     raise_maximum: DeviceFunction
     weights: DeviceFunction
@@ -213,20 +209,6 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
                 s[i] += other[i]
 
     @device
-    def turn(s, by):
-        for i in range(s_regs):
-            s[i] *= by
-
-    @device
-    def mask(s, visible, key, lane):
-        for f in range(frags):
-            for half in range(2):
-                for n in range(groups):
-                    for i in range(2):
-                        if key + int32(8 * n + i) + 2 * (lane & 3) >= visible[2 * f + half]:
-                            s[(f * groups + n) * 4 + 2 * half + i] = float32(NOTHING)
-
-    @device
     def leave_maximum(s, stats, row, part, lane):
         for f in range(frags):
             for half in range(2):
@@ -311,6 +293,15 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
                     at_row = uint32(row) + uint32(16 * f + 8 * half)
                     st_shared_f32(stats + uint32(4) * (uint32(part) * uint32(bm) + at_row), mine)
 
+    multiply_s = multiply_half if deep else multiply_qk
+    return LatentSteps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_s, exchange, leave_maximum,
+                       raise_maximum, weights, rescale, multiply_pv, leave_sum, make_total(bm, parts))  # fmt: skip
+
+
+@cache
+def make_total(bm: int, parts: int) -> DeviceFunction:
+    """``total(stats, row) -> float32``: the sum of what ``parts`` parts of the keys left for one of ``bm`` rows."""
+
     @device
     def total(stats, row):
         sum_of = float32(0)
@@ -318,6 +309,4 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
             sum_of += ld_shared_f32(stats + uint32(4 * p * bm) + uint32(4) * row)
         return sum_of
 
-    multiply_s = multiply_half if deep else multiply_qk
-    return LatentSteps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_s, exchange, turn, mask, leave_maximum,
-                 raise_maximum, weights, rescale, multiply_pv, leave_sum, total)  # fmt: skip
+    return total
