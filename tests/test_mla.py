@@ -133,19 +133,24 @@ def test_bad_arguments_are_named():
     refused(r"cache_seqlens\[1\] is 500; it must be 0 to 128", cache_seqlens=np.array([1, 500], np.int32))
     refused(r"cache_seqlens has shape \(3,\)", cache_seqlens=np.zeros(3, np.int32))
     refused("head_dim_v is 576; V is the first 512", head_dim_v=576)
-    refused("softmax_scale|scale is inf", softmax_scale=float("inf"))
+    refused("softmax_scale is inf", softmax_scale=float("inf"))
     refused("causal is 1; it must be True or False", TypeError, causal=1)
-    refused("fmt is 'e3m4'; it must be one of e4m3, e5m2", fmt="e3m4")
+    for fmt in ("e3m4", "", ["e4m3"]):
+        refused("fmt is .*; it must be one of e4m3, e5m2", fmt=fmt)
     refused("num_splits belong together", num_splits=np.zeros(3, np.int32))
     stale = mla.plan(np.array([7, 300], np.int32), 4, machine="emulator")
     refused("not for these cache_seqlens; plan anew", tile_scheduler_metadata=stale[0], num_splits=stale[1])
+    refused(r"tile_scheduler_metadata is float32 of shape \(8, 8\)", num_splits=stale[1],
+            tile_scheduler_metadata=stale[0].astype(np.float32))  # fmt: skip
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is -3; it must be at least 0"):
+        mla.plan(np.array([1, -3], np.int32), 4, machine="emulator")
     with pytest.raises(ValueError, match="num_heads_k is 2; latent attention has one head of keys"):
         mla.plan(np.zeros(1, np.int32), 16, 2)
     with pytest.raises(ValueError, match=r"kv has shape .*; it must be \[1, rows, 1, 576\]"):
         mla.mla_prefill(np.zeros((1, 2, 3, 576), np.float16), np.zeros((1, 5, 2, 576), np.float16))
 
 
-def test_a_cache_refuses_and_stays_as_it_was():
+def test_a_cache_refuses_and_stays_as_it_was(monkeypatch):
     rows = np.zeros((1, 65, 576), np.float16)
     with pytest.raises(ValueError, match="pages is 0"):
         mla.MLACache(0, 1, 64, like=rows)
@@ -159,4 +164,21 @@ def test_a_cache_refuses_and_stays_as_it_was():
         cache.append(rows.astype(np.float32))
     with pytest.raises(ValueError, match="request is 1; it must be 0 to 0"):
         cache.free(1)
+    with pytest.raises(TypeError, match=r"request is 0\.5; it must be a whole number"):
+        cache.free(0.5)
+    cache.plan(1)
+    with pytest.raises(ValueError, match="num_q_tokens_per_head_k is True"):
+        cache.plan(True)
+    for fmt in ("", False):
+        with pytest.raises(ValueError, match=r"fmt is .*; it must be one of e4m3, e5m2"):
+            mla.MLACache(1, 1, 64, like=rows, fmt=fmt)
+    grown = mla.MLACache(2, 1, 128, like=rows, machine="emulator")
+    with pytest.raises(TypeError, match="stream is a str"):
+        grown.append(rows, stream="first")
+    monkeypatch.setattr(mla.writing, "append", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # whatever a launch may say
+        grown.append(rows)
+    monkeypatch.undo()
+    grown.append(rows)
+    assert grown.lengths.tolist() == [65] and grown.pages_in_use == 2
     assert cache.lengths.tolist() == [60] and cache.pages_in_use == 1

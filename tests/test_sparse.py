@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -73,6 +75,20 @@ def test_calibration_goes_through_its_points():
     assert 0.15 < info.skipped() < 0.65, "four heads and one length are few samples"
     with pytest.raises(ValueError, match="a line takes two that differ"):
         calibrate([(q[:, :, :64], k[:, :, :64], v[:, :, :64])], backend="numpy")
+
+
+def test_no_calibration_that_goes_down(monkeypatch):
+    """Numbers that no threshold comes of, and data where a greater threshold left out less."""
+    for alpha, beta in ((0.0, 1.0), (np.nan, 1.0), (1.0, np.inf), (1.0, -0.1)):
+        with pytest.raises(ValueError, match=f"alpha is {alpha}"):
+            Calibration(alpha, beta)
+    assert Calibration(1e308, 1e3).threshold(0.9, 7) < 1, "what overflows is the greatest threshold"
+    for shares, words in (((0.8, 0.3), "it must rise"), ((0.5, 0.5 + 1e-9), "a line takes two that differ")):
+        found = iter(shares)
+        info = SimpleNamespace(skipped=lambda found=found: next(found))
+        monkeypatch.setattr("flashnumba.sparse.methods.blasst_attention", lambda *_, info=info, **__: (None, info))
+        with pytest.raises(ValueError, match=words):
+            calibrate([(Q, K, V)], trials=(0.1, 0.2))
 
 
 @pytest.mark.parametrize(
