@@ -11,6 +11,7 @@ from flashnumba import attention
 from flashnumba.compare import assert_close
 from flashnumba.data.structured import structured
 from flashnumba.sparse import (
+    PUBLISHED,
     Calibration,
     blasst_attention,
     block_sparse_attention,
@@ -54,6 +55,19 @@ def test_decoding_and_no_threshold():
     q, k, v = structured(40, 96, heads=1)
     exact = blasst_attention(q, k, v, threshold=0.0, backend="emulator")
     np.testing.assert_array_equal(exact, attention(q, k, v, backend="flash_forward.mma"))
+
+
+def test_what_kernels_are_told(monkeypatch):
+    """Thresholds, budgets and switches on their way to a launch; the calibration is that of what is launched."""
+    told = []
+    monkeypatch.setattr("flashnumba.stages.sparsity.problem.run", lambda _, __, given: told.append(given) or {})
+    sparge_attention(Q, K, V, pvthreshd=3.0, simthreshd1=0.2, topk=0.5, attention_sink=True, backend="emulator")
+    assert told.pop() == {"limit": -3.0, "alike": 0.2, "kept": 2, "sink": True}
+    sparge_attention(Q, K, V, cdfthreshd=0.7, backend="emulator")
+    assert told.pop() == {"limit": -50.0, "alike": 0.6, "kept": 0.7, "sink": False}
+    for rows, name in ((200, "prefill"), (3, "decode")):
+        blasst_attention(Q[:, :, -rows:], K, V, target_sparsity=0.1, backend="emulator")
+        assert told.pop() == {"limit": np.log2(PUBLISHED[name].threshold(0.1, 200))}
 
 
 def test_leading_axes_and_nothing():
