@@ -86,26 +86,27 @@ def test_nothing_is_nothing(machine):
 
 @pytest.mark.parametrize("fmt", [None, "e4m3"])
 def test_a_cache_that_grows(machine, fmt):
-    """Prompts, a step, a request that ends and its pages that serve another."""
+    """Prompts, some steps, a request that ends; the mask cuts a tile whose last key the last token sees, and a scale
+    below zero asks for the smallest scores."""
     rng = np.random.default_rng(4)
-    rows = rng.standard_normal((2, 66, 576)).astype(ml_dtypes.bfloat16)
+    rows = rng.standard_normal((2, 96, 576)).astype(ml_dtypes.bfloat16)
     cache = mla.MLACache(4, 2, 128, like=rows, fmt=fmt, machine=machine)
     cache.append(rows[:, :63].copy())
     assert cache.pages_in_use == 2 and cache.lengths.tolist() == [63, 63]
     cache.append(rows[:, 63:].copy())
     assert cache.pages_in_use == 4
-    q = rng.standard_normal((2, 1, 4, 576)).astype(ml_dtypes.bfloat16)
-    got = cache.decode(q, SCALE)
+    q = rng.standard_normal((2, 2, 2, 576)).astype(ml_dtypes.bfloat16)
+    got = cache.decode(q, -SCALE, causal=True)
     pages = np.zeros((4, 64, 576))
     stored = codec.dequantize(codec.quantize(rows, fmt), fmt) if fmt else rows.astype(np.float64)
     for b in range(2):
-        pages[2 * b : 2 * b + 2].reshape(128, 576)[:66] = stored[b]
+        pages[2 * b : 2 * b + 2].reshape(128, 576)[:96] = stored[b]
     table = np.arange(4).reshape(2, 2)
-    assert_right(got, q, pages.astype(q.dtype), table, [66, 66], SCALE, False, exact=pages)
+    assert_right(got, q, pages.astype(q.dtype), table, [96, 96], -SCALE, True, exact=pages)
     assert cache.plan(4) is cache.plan(4)
     cache.free(0)
-    assert cache.lengths.tolist() == [0, 66] and cache.pages_in_use == 2
-    out, lse = cache.decode(q, SCALE)
+    assert cache.lengths.tolist() == [0, 96] and cache.pages_in_use == 2
+    out, lse = cache.decode(q, -SCALE, causal=True)
     assert (out[0] == 0).all() and (lse[0] == -np.inf).all() and np.array_equal(out[1], got[0][1])
 
 
