@@ -9,6 +9,7 @@ import pytest
 from flashnumba import mla
 from flashnumba.compare import assert_close
 from flashnumba.stages.flash_mla import codec, reference
+from flashnumba.stages.flash_mla.mma import DECODE_ARGS
 
 SCALE = 192**-0.5
 
@@ -53,6 +54,17 @@ def test_planned_by_itself_from_strided_rows(machine):
     for other in (np.repeat(q, 2, axis=2)[:, :, ::2], np.repeat(q, 2, axis=3)[..., ::2]):
         got = mla.mla_decode(other, cache, table, seqlens, machine=machine)
         assert all(map(np.array_equal, got, expected))
+
+
+def test_there_is_room_for_every_state(monkeypatch):
+    """Of more requests than parts, the last of them cut: a state's number counts those of all requests before."""
+    told = []
+    monkeypatch.setattr(mla.host, "prepared", lambda *_: lambda *given: told.append(given[2]))
+    q, cache, table, seqlens = arrays(12, 1, 1, (*[1] * 11, 900))
+    made = mla.plan(seqlens, 1, machine="emulator")
+    mla.mla_decode(q, cache, table, seqlens, 512, *made, machine="emulator")
+    states = told[0][DECODE_ARGS.index("acc_parts")]
+    assert len(made.tile_scheduler_metadata) < 13 <= made.num_splits[-1] <= len(states)
 
 
 def test_the_place_of_pages_changes_no_bit(machine):
