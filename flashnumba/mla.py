@@ -36,10 +36,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashnumba.machine.arrays import describe, empty_like_kind
+from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.flash_mla import cache as writing
 from flashnumba.stages.flash_mla import checks, host
 from flashnumba.stages.flash_mla.sizes import DV, PAGE, D, token_bytes
-from flashnumba.stages.host import check_machine, machine_of
+from flashnumba.stages.host import check_machine, machine_of, refuse_gradients
 
 __all__ = ["MLACache", "Plan", "mla_decode", "mla_prefill", "plan"]
 
@@ -136,7 +137,7 @@ def mla_prefill(
 def _code(fmt: str, eight: bool) -> str:
     if not isinstance(eight, bool | np.bool_):
         raise TypeError(f"is_fp8_kvcache is {eight!r}; it must be True or False")
-    if fmt not in host.CODES:
+    if not isinstance(fmt, str) or fmt not in host.CODES:
         raise ValueError(f"fmt is {fmt!r}; it must be one of {', '.join(host.CODES)}")
     return host.CODES[fmt] if eight else ""
 
@@ -175,7 +176,7 @@ class MLACache:
         if self._like.element not in checks.HALVES:
             raise TypeError(f"like has elements of type {self._like.element}; it must be {' or '.join(checks.HALVES)}")
         self.fmt, self._machine = fmt, machine
-        self._code = _code(fmt or "e4m3", fmt is not None)
+        self._code = _code("e4m3" if fmt is None else fmt, fmt is not None)
         shape = (int(pages), PAGE, 1, token_bytes() if fmt else D)
         self.k_cache = empty_like_kind(like, shape, "uint8" if fmt else None)
         self._free = list(range(int(pages)))[::-1]
@@ -208,7 +209,10 @@ class MLACache:
             TypeError, ValueError: rows do not fit, a request would have more than ``most_tokens``, or pages run out;
                 the cache is then as it was.
         """
+        refuse_gradients(rows=rows)
         found = describe(rows, "rows")
+        if stream is not None:
+            stream_handle(stream)
         if found.element != self._like.element:
             raise TypeError(f"rows have elements of type {found.element}; this cache holds {self._like.element}")
         if len(found.shape) != 3 or (found.shape[0], found.shape[2]) != (len(self._lengths), D):
@@ -225,26 +229,28 @@ class MLACache:
         before, after = -(-self._lengths // PAGE), -(-grown // PAGE)
         if (after - before).sum() > len(self._free):
             raise ValueError(f"rows need {int((after - before).sum())} new pages; {len(self._free)} are free")
+        table, free = self._table.copy(), self._free.copy()  # the cache's own when all has gone well
         for b, (old, new) in enumerate(zip(before.tolist(), after.tolist(), strict=True)):
             for at in range(old, new):
-                self._table[b, at] = self._free.pop()
-        self.block_table = host.placed(self._table.copy(), self._like, stream)
+                table[b, at] = free.pop()
         machine, arch = machine_of(self._machine, self._like, "rows")
         cache = host.without_heads(self.k_cache, describe(self.k_cache))
         writing.append(
-            rows, cache, self.block_table, self.cache_seqlens, code=self._code, machine=machine, arch=arch,
-            stream=stream,
+            rows, cache, host.placed(table, self._like, stream), self.cache_seqlens, code=self._code, machine=machine,
+            arch=arch, stream=stream,
         )  # fmt: skip
-        self._lengths = grown
+        self._table, self._free, self._lengths = table, free, grown
         self._upload()
 
     def free(self, request: int) -> None:
         """Give a request's pages back; it has no tokens then.
 
         Raises:
-            ValueError: there is no such request.
+            TypeError, ValueError: there is no such request.
         """
-        if isinstance(request, bool) or not 0 <= request < len(self._lengths):
+        if isinstance(request, bool) or not isinstance(request, int | np.integer):
+            raise TypeError(f"request is {request!r}; it must be a whole number")
+        if not 0 <= request < len(self._lengths):
             raise ValueError(f"request is {request!r}; it must be 0 to {len(self._lengths) - 1}")
         count = -(-int(self._lengths[request]) // PAGE)
         self._free.extend(self._table[request, :count][::-1].tolist())
@@ -253,6 +259,7 @@ class MLACache:
 
     def plan(self, num_q_tokens_per_head_k: int) -> Plan:
         """:func:`plan` for the lengths that there are; the host waits for nothing."""
+        host.check_planned(num_q_tokens_per_head_k)
         if num_q_tokens_per_head_k not in self._plans:
             made = host.make_plan(self.cache_seqlens, num_q_tokens_per_head_k, self._code, self._machine, self._lengths)
             self._plans[num_q_tokens_per_head_k] = Plan(*made)

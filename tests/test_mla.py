@@ -9,6 +9,7 @@ import pytest
 from flashnumba import mla
 from flashnumba.compare import assert_close
 from flashnumba.stages.flash_mla import codec, reference
+from flashnumba.stages.flash_mla.mma import DECODE_ARGS
 
 SCALE = 192**-0.5
 
@@ -53,6 +54,17 @@ def test_planned_by_itself_from_strided_rows(machine):
     for other in (np.repeat(q, 2, axis=2)[:, :, ::2], np.repeat(q, 2, axis=3)[..., ::2]):
         got = mla.mla_decode(other, cache, table, seqlens, machine=machine)
         assert all(map(np.array_equal, got, expected))
+
+
+def test_there_is_room_for_every_state(monkeypatch):
+    """Of more requests than parts, the last of them cut: a state's number counts those of all requests before."""
+    told = []
+    monkeypatch.setattr(mla.host, "prepared", lambda *_: lambda *given: told.append(given[2]))
+    q, cache, table, seqlens = arrays(12, 1, 1, (*[1] * 11, 900))
+    made = mla.plan(seqlens, 1, machine="emulator")
+    mla.mla_decode(q, cache, table, seqlens, 512, *made, machine="emulator")
+    states = told[0][DECODE_ARGS.index("acc_parts")]
+    assert len(made.tile_scheduler_metadata) < 13 <= made.num_splits[-1] <= len(states)
 
 
 def test_the_place_of_pages_changes_no_bit(machine):
@@ -102,26 +114,27 @@ def test_nothing_is_nothing(machine):
 
 @pytest.mark.parametrize("fmt", [None, "e4m3"])
 def test_a_cache_that_grows(machine, fmt):
-    """Prompts, a step, a request that ends and its pages that serve another."""
+    """Prompts, some steps, a request that ends; the mask cuts a tile whose last key the last token sees, and a scale
+    below zero asks for the smallest scores."""
     rng = np.random.default_rng(4)
-    rows = rng.standard_normal((2, 66, 576)).astype(ml_dtypes.bfloat16)
+    rows = rng.standard_normal((2, 96, 576)).astype(ml_dtypes.bfloat16)
     cache = mla.MLACache(4, 2, 128, like=rows, fmt=fmt, machine=machine)
     cache.append(rows[:, :63].copy())
     assert cache.pages_in_use == 2 and cache.lengths.tolist() == [63, 63]
     cache.append(rows[:, 63:].copy())
     assert cache.pages_in_use == 4
-    q = rng.standard_normal((2, 1, 4, 576)).astype(ml_dtypes.bfloat16)
-    got = cache.decode(q, SCALE)
+    q = rng.standard_normal((2, 2, 2, 576)).astype(ml_dtypes.bfloat16)
+    got = cache.decode(q, -SCALE, causal=True)
     pages = np.zeros((4, 64, 576))
     stored = codec.dequantize(codec.quantize(rows, fmt), fmt) if fmt else rows.astype(np.float64)
     for b in range(2):
-        pages[2 * b : 2 * b + 2].reshape(128, 576)[:66] = stored[b]
+        pages[2 * b : 2 * b + 2].reshape(128, 576)[:96] = stored[b]
     table = np.arange(4).reshape(2, 2)
-    assert_right(got, q, pages.astype(q.dtype), table, [66, 66], SCALE, False, exact=pages)
+    assert_right(got, q, pages.astype(q.dtype), table, [96, 96], -SCALE, True, exact=pages)
     assert cache.plan(4) is cache.plan(4)
     cache.free(0)
-    assert cache.lengths.tolist() == [0, 66] and cache.pages_in_use == 2
-    out, lse = cache.decode(q, SCALE)
+    assert cache.lengths.tolist() == [0, 96] and cache.pages_in_use == 2
+    out, lse = cache.decode(q, -SCALE, causal=True)
     assert (out[0] == 0).all() and (lse[0] == -np.inf).all() and np.array_equal(out[1], got[0][1])
 
 
@@ -149,19 +162,24 @@ def test_bad_arguments_are_named():
     refused(r"cache_seqlens\[1\] is 500; it must be 0 to 128", cache_seqlens=np.array([1, 500], np.int32))
     refused(r"cache_seqlens has shape \(3,\)", cache_seqlens=np.zeros(3, np.int32))
     refused("head_dim_v is 576; V is the first 512", head_dim_v=576)
-    refused("softmax_scale|scale is inf", softmax_scale=float("inf"))
+    refused("softmax_scale is inf", softmax_scale=float("inf"))
     refused("causal is 1; it must be True or False", TypeError, causal=1)
-    refused("fmt is 'e3m4'; it must be one of e4m3, e5m2", fmt="e3m4")
+    for fmt in ("e3m4", "", ["e4m3"]):
+        refused("fmt is .*; it must be one of e4m3, e5m2", fmt=fmt)
     refused("num_splits belong together", num_splits=np.zeros(3, np.int32))
     stale = mla.plan(np.array([7, 300], np.int32), 4, machine="emulator")
     refused("not for these cache_seqlens; plan anew", tile_scheduler_metadata=stale[0], num_splits=stale[1])
+    refused(r"tile_scheduler_metadata is float32 of shape \(8, 8\)", num_splits=stale[1],
+            tile_scheduler_metadata=stale[0].astype(np.float32))  # fmt: skip
+    with pytest.raises(ValueError, match=r"cache_seqlens\[1\] is -3; it must be at least 0"):
+        mla.plan(np.array([1, -3], np.int32), 4, machine="emulator")
     with pytest.raises(ValueError, match="num_heads_k is 2; latent attention has one head of keys"):
         mla.plan(np.zeros(1, np.int32), 16, 2)
     with pytest.raises(ValueError, match=r"kv has shape .*; it must be \[1, rows, 1, 576\]"):
         mla.mla_prefill(np.zeros((1, 2, 3, 576), np.float16), np.zeros((1, 5, 2, 576), np.float16))
 
 
-def test_a_cache_refuses_and_stays_as_it_was():
+def test_a_cache_refuses_and_stays_as_it_was(monkeypatch):
     rows = np.zeros((1, 65, 576), np.float16)
     with pytest.raises(ValueError, match="pages is 0"):
         mla.MLACache(0, 1, 64, like=rows)
@@ -175,4 +193,21 @@ def test_a_cache_refuses_and_stays_as_it_was():
         cache.append(rows.astype(np.float32))
     with pytest.raises(ValueError, match="request is 1; it must be 0 to 0"):
         cache.free(1)
+    with pytest.raises(TypeError, match=r"request is 0\.5; it must be a whole number"):
+        cache.free(0.5)
+    cache.plan(1)
+    with pytest.raises(ValueError, match="num_q_tokens_per_head_k is True"):
+        cache.plan(True)
+    for fmt in ("", False):
+        with pytest.raises(ValueError, match=r"fmt is .*; it must be one of e4m3, e5m2"):
+            mla.MLACache(1, 1, 64, like=rows, fmt=fmt)
+    grown = mla.MLACache(2, 1, 128, like=rows, machine="emulator")
+    with pytest.raises(TypeError, match="stream is a str"):
+        grown.append(rows, stream="first")
+    monkeypatch.setattr(mla.writing, "append", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # whatever a launch may say
+        grown.append(rows)
+    monkeypatch.undo()
+    grown.append(rows)
+    assert grown.lengths.tolist() == [65] and grown.pages_in_use == 2
     assert cache.lengths.tolist() == [60] and cache.pages_in_use == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from flashnumba import attention
 from flashnumba.compare import assert_close
 from flashnumba.data.structured import structured
 from flashnumba.sparse import (
+    PUBLISHED,
     Calibration,
     blasst_attention,
     block_sparse_attention,
@@ -60,6 +63,19 @@ def test_decoding_and_no_threshold():
     np.testing.assert_array_equal(exact, attention(q, k, v, backend="flash_forward.mma"))
 
 
+def test_what_kernels_are_told(monkeypatch):
+    """Thresholds, budgets and switches on their way to a launch; the calibration is that of what is launched."""
+    told = []
+    monkeypatch.setattr("flashnumba.stages.sparsity.problem.run", lambda _, __, given: told.append(given) or {})
+    sparge_attention(Q, K, V, pvthreshd=3.0, simthreshd1=0.2, topk=0.5, attention_sink=True, backend="emulator")
+    assert told.pop() == {"limit": -3.0, "alike": 0.2, "kept": 2, "sink": True}
+    sparge_attention(Q, K, V, cdfthreshd=0.7, backend="emulator")
+    assert told.pop() == {"limit": -50.0, "alike": 0.6, "kept": 0.7, "sink": False}
+    for rows, name in ((200, "prefill"), (3, "decode")):
+        blasst_attention(Q[:, :, -rows:], K, V, target_sparsity=0.1, backend="emulator")
+        assert told.pop() == {"limit": np.log2(PUBLISHED[name].threshold(0.1, 200))}
+
+
 def test_leading_axes_and_nothing():
     few = blasst_attention(Q[0, 0, :5], K[0, 0], V[0, 0], threshold=0.0, backend="numpy")
     assert few.shape == (5, 32)
@@ -79,6 +95,20 @@ def test_calibration_goes_through_its_points():
     assert 0.15 < info.skipped() < 0.65, "four heads and one length are few samples"
     with pytest.raises(ValueError, match="a line takes two that differ"):
         calibrate([(q[:, :, :64], k[:, :, :64], v[:, :, :64])], backend="numpy")
+
+
+def test_no_calibration_that_goes_down(monkeypatch):
+    """Numbers that no threshold comes of, and data where a greater threshold left out less."""
+    for alpha, beta in ((0.0, 1.0), (np.nan, 1.0), (1.0, np.inf), (1.0, -0.1)):
+        with pytest.raises(ValueError, match=f"alpha is {alpha}"):
+            Calibration(alpha, beta)
+    assert Calibration(1e308, 1e3).threshold(0.9, 7) < 1, "what overflows is the greatest threshold"
+    for shares, words in (((0.8, 0.3), "it must rise"), ((0.5, 0.5 + 1e-9), "a line takes two that differ")):
+        found = iter(shares)
+        info = SimpleNamespace(skipped=lambda found=found: next(found))
+        monkeypatch.setattr("flashnumba.sparse.methods.blasst_attention", lambda *_, info=info, **__: (None, info))
+        with pytest.raises(ValueError, match=words):
+            calibrate([(Q, K, V)], trials=(0.1, 0.2))
 
 
 @pytest.mark.parametrize(

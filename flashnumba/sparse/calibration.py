@@ -23,15 +23,26 @@ TRIALS = (1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 0.5, 0.7)
 """Thresholds that are tried on each sample."""
 TRUSTED = (0.1, 0.9)
 """Shares that count: near 0 and 1 a threshold says little."""
+CLOSEST = 1e-3
+"""Shares that differ by less are one point of a line."""
 LARGEST = 1 - 2.0**-20
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """``threshold = alpha exp(beta share) / keys``."""
+    """``threshold = alpha exp(beta share) / keys``.
+
+    Raises:
+        ValueError: alpha is not above 0, beta is below 0, or one is not finite: more to leave out takes a greater
+            threshold.
+    """
 
     alpha: float
     beta: float
+
+    def __post_init__(self) -> None:
+        if not (0 < self.alpha < math.inf and 0 <= self.beta < math.inf):
+            raise ValueError(f"alpha is {self.alpha!r} and beta {self.beta!r}; they must be above 0, and at least 0")
 
     def threshold(self, share: float, keys: int) -> float:
         """The threshold that leaves out about ``share`` of the tiles of ``keys`` keys; 0 for a share of 0."""
@@ -39,7 +50,8 @@ class Calibration:
             raise ValueError(f"share is {share!r}; it must be at least 0 and below 1")
         if share == 0 or keys == 0:
             return 0.0
-        return min(LARGEST, self.alpha * math.exp(self.beta * share) / keys)
+        power = math.log(self.alpha) + self.beta * share - math.log(keys)
+        return LARGEST if power >= 0 else min(LARGEST, math.exp(power))  # exp of what is far above 0 overflows
 
 
 PUBLISHED = {"prefill": Calibration(7.92, 8.615), "decode": Calibration(0.1196, 9.857)}
@@ -59,7 +71,8 @@ def calibrate(
         causal, scale, backend: as of the function that will use it.
 
     Raises:
-        ValueError: fewer than two different shares between 0.1 and 0.9 were seen, which make no line.
+        ValueError: fewer than two different shares between 0.1 and 0.9 were seen, which make no line; or less was left
+            out at a greater threshold.
     """
     from flashnumba.sparse.methods import blasst_attention
 
@@ -72,11 +85,14 @@ def calibrate(
             share = info.skipped()
             if TRUSTED[0] <= share <= TRUSTED[1]:
                 points.append((share, math.log(threshold * k.shape[-2])))
-    if len({share for share, _ in points}) < 2:
+    shares = [share for share, _ in points]
+    if max(shares, default=0) - min(shares, default=0) < CLOSEST:
         raise ValueError(
             f"{len(points)} of the trials left out between {TRUSTED[0]:.0%} and {TRUSTED[1]:.0%}; a line takes two "
             "that differ: give longer samples, or other trials"
         )
     mean_x, mean_y = (sum(p[i] for p in points) / len(points) for i in (0, 1))
     beta = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    if not 0 < beta < 600:  # exp(600) is about what float64 has
+        raise ValueError(f"the line through {len(points)} trials rises by {beta:.3g}; it must rise: give more samples")
     return Calibration(math.exp(mean_y - beta * mean_x), beta)

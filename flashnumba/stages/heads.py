@@ -272,7 +272,7 @@ def check(q: Described, k: Described, v: Described, *, causal: bool) -> Shape:
     return Shape(q.element, batch, heads, kv_heads, m, n, d, bool(causal), widest(q, k, v))
 
 
-def check_scale(scale: Any, d: int) -> float:
+def check_scale(scale: Any, d: int, name: str = "scale") -> float:
     """The scale as a float.
 
     Raises:
@@ -283,16 +283,16 @@ def check_scale(scale: Any, d: int) -> float:
         return 1 / math.sqrt(d)
     is_number = isinstance(scale, Real | np.floating | np.integer)
     if not is_number or isinstance(scale, bool | np.bool_ | np.timedelta64):
-        raise TypeError(f"scale is {scale!r}; it must be a real number, or None for 1 / sqrt(D)")
+        raise TypeError(f"{name} is {scale!r}; it must be a real number, or None for 1 / sqrt(D)")
     try:
         value = float(scale)
     except OverflowError:  # more digits than may be worth a line, or than Python prints
         raise ValueError(
-            f"scale is of type {type(scale).__name__} and beyond float64; it must be a finite number of at most 2e38, "
+            f"{name} is of type {type(scale).__name__} and beyond float64; it must be a finite number of at most 2e38, "
             "or None for 1 / sqrt(D)"
         ) from None
     if not math.isfinite(value) or abs(value) > 2e38:
-        raise ValueError(f"scale is {scale!r}; it must be a finite number of at most 2e38, or None for 1 / sqrt(D)")
+        raise ValueError(f"{name} is {scale!r}; it must be a finite number of at most 2e38, or None for 1 / sqrt(D)")
     return value
 
 

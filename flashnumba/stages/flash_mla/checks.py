@@ -34,7 +34,7 @@ def check_q(q: Described) -> None:
 
 
 def check_dv(head_dim_v: Any) -> None:
-    if isinstance(head_dim_v, bool) or head_dim_v != DV:
+    if not isinstance(head_dim_v, int | np.integer) or head_dim_v != DV:
         raise ValueError(f"head_dim_v is {head_dim_v!r}; V is the first {DV} of K's {D} columns")
 
 
@@ -109,8 +109,8 @@ def check_plan(q: Described, metadata: Any, num_splits: Any, cache_seqlens: Any)
     wrong = parts.element != "int32" or splits.element != "int32" or len(parts.shape) != 2 or parts.shape[0] < 1
     if wrong or parts.shape[1] != 8 or splits.shape != (q.shape[0] + 1,):
         raise ValueError(
-            f"tile_scheduler_metadata has shape {parts.shape} and num_splits {splits.shape}; for {q.shape[0]} requests "
-            f"plan gives int32 [parts, 8] and [{q.shape[0] + 1}]"
+            f"tile_scheduler_metadata is {parts.element} of shape {parts.shape} and num_splits {splits.element} of "
+            f"{splits.shape}; for {q.shape[0]} requests plan gives int32 [parts, 8] and [{q.shape[0] + 1}]"
         )
     if q.device is None:
         right = schedule(host_view(cache_seqlens), parts.shape[0])

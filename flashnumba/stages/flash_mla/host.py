@@ -36,7 +36,8 @@ from flashnumba.stages.host import check_machine, finish, library_stream, machin
 from flashnumba.tiles.dependency import can_start_early
 from flashnumba.tiles.fp8_convert import ELEMENTS, native
 
-__all__ = ["CODES", "Decoding", "arch_for", "make_plan", "on_host", "placed", "prefill", "prepare_decode", "signature"]
+__all__ = ["CODES", "Decoding", "arch_for", "check_planned", "make_plan", "on_host", "placed", "prefill",
+           "prepare_decode", "signature"]  # fmt: skip
 
 CODES = dict(zip(("e4m3", "e5m2"), ELEMENTS, strict=True))
 """Formats of a cache in 8 bits, by name."""
@@ -108,17 +109,24 @@ def parts_for(tiles: MLATiles, rows: int, multiprocessors: int) -> int:
     return max(1, multiprocessors * tiles.min_blocks // -(-rows // tiles.bm))
 
 
+def check_planned(rows: Any) -> None:
+    """ValueError for a ``num_q_tokens_per_head_k`` that is no number of rows."""
+    if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1:
+        raise ValueError(f"num_q_tokens_per_head_k is {rows!r}; it must be query tokens times heads, at least 1")
+
+
 def make_plan(cache_seqlens: Any, rows: int, code: str, machine: str, lengths: np.ndarray | None = None) -> Any:
     """(tile_scheduler_metadata, num_splits) beside ``cache_seqlens``; ``lengths`` are the same numbers, if known."""
     check_machine(machine)
     found = describe(cache_seqlens, "cache_seqlens")
     if found.element != "int32" or len(found.shape) != 1:
         raise TypeError(f"cache_seqlens is {found.element} of shape {found.shape}; it must be int32, [requests]")
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer) or rows < 1:
-        raise ValueError(f"num_q_tokens_per_head_k is {rows!r}; it must be query tokens times heads, at least 1")
+    check_planned(rows)
     machine, arch = machine_of(machine, found, "cache_seqlens")
     count = EMULATED_MULTIPROCESSORS if machine == "emulator" else gpu.multiprocessors(found.device)
     lengths = on_host(cache_seqlens, "cache_seqlens") if lengths is None else lengths
+    if lengths.min(initial=0) < 0:
+        raise ValueError(f"cache_seqlens[{lengths.argmin()}] is {lengths.min()}; it must be at least 0")
     made = schedule(lengths, parts_for(tiles_for(int(rows), arch, bool(code)), int(rows), count))
     return tuple(placed(x, found) for x in (made.parts, made.num_splits))
 
@@ -182,7 +190,7 @@ def prepare_decode(
     check_cache(of_q, of_cache, code)
     check_tables(of_q, of_cache, block_table, cache_seqlens)
     check_flag(causal)
-    scale = check_scale(scale, D)
+    scale = check_scale(scale, D, "softmax_scale")
     if stream is not None:
         stream_handle(stream)
     asked, (machine, arch) = machine, machine_of(machine, of_q, "q")
@@ -245,7 +253,7 @@ def prefill(q: Any, kv: Any, *, scale: float | None, causal: bool, machine: str,
     if 0 not in of_kv.shape:
         check_rows(of_kv, "kv")
     check_flag(causal)
-    scale = check_scale(scale, D)
+    scale = check_scale(scale, D, "softmax_scale")
     if stream is not None:
         stream_handle(stream)
     machine, arch = machine_of(machine, of_q, "q")

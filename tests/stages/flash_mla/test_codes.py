@@ -87,8 +87,13 @@ def test_decode(machine, fmt, dtype, lengths, heads, parts, arch):
 
 
 def test_scales_that_grow(machine):
-    """Tokens 2^20 apart: units of P rise several times, and small tokens do not vanish beside large ones' zeros."""
-    given = problem("e4m3", BFLOAT16, [200], 16, 1, spread=10)
+    """From page to page, in two parts: units of P rise after O has something in the old ones. Q is as much smaller, or
+    the largest tokens would be all of O."""
+    given = problem("e4m3", BFLOAT16, [200], 16, 3, spread=3)
+    for i, page in enumerate(given["block_table"][0]):
+        given["cache"][page, :, 512:528].view(np.float32)[...] *= 4.0**i
+    given["q"][..., :512] *= BFLOAT16.type(2.0**-9)
+    assert given["num_splits"].tolist() == [0, 2]
     run(given, "e4m3", machine)
     (o, lse), (o_low, lse_low) = exact(given, "e4m3")
     assert_close(given["o"], o, o_low)

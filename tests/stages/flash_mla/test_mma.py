@@ -8,6 +8,7 @@ import pytest
 
 from flashnumba.machine.compiler import why_not
 from flashnumba.stages.flash_mla import attend, combine, mma
+from flashnumba.stages.flash_mla.schedule import schedule
 from flashnumba.stages.flash_mla.sizes import MLATiles
 from tests.stages.flash_mla.problems import ONE, SHARED, caught, decode, prefill, problem, right
 
@@ -37,10 +38,15 @@ def test_planted_fault_of_the_exchange(seed):
     assert caught(given, lambda: decode(given, DEEP, parts=1, broken="exchange", seed=seed)) == "Race"
 
 
-@pytest.mark.parametrize("parts", [1, 8])
+@pytest.mark.parametrize("parts", [1, 30])
 def test_parts(machine, parts):
-    """One block for all, and a long request in nearly all of eight parts."""
-    given = problem(ONE, 1, 3, [500, 3])
+    """One block for all, and a part for each page: more of them than are merged at once, and the keys grow, so that
+    the maximum rises behind the first of those."""
+    given = problem(ONE, 1, 3, [600, 3])
+    for page, of_table in enumerate(given.table[0]):
+        given.cache[of_table] *= 1 + page
+    given.held[...] = given.cache
+    assert parts == 1 or schedule(given.lengths, parts).num_splits[1] > combine.AT_ONCE
     right(given, decode(given, ONE, machine, parts=parts))
 
 

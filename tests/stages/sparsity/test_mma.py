@@ -145,6 +145,16 @@ def test_any_mask(machine, tiles, vote, causal):
     assert vote or (o[0, 0, :64] == 0).all()
 
 
+def test_long_lists_batches_and_heads_that_share_keys(machine):
+    """More tiles than a warp packs at once, and a mask of its own for each head of two batches, two heads of keys."""
+    m, n = 20, 600
+    qkv = tuple(map(np.concatenate, zip(*(data(m, n, heads=4, kv_heads=2, seed=seed) for seed in (0, 1)), strict=True)))
+    mask = np.random.default_rng(4).random((2, 4, 1, 19)) < 0.15
+    o, lse, _ = run(of_mask(), qkv, {"limit": -np.inf, "mask": mask.astype(np.uint8)}, machine=machine)
+    assert (mask[..., :16].sum(-1) > 0).any() and (mask[..., 16:].sum(-1) > 0).any(), "both sides of the 32nd tile"
+    assert right((o, lse), qkv, R.expand(mask, 64, 32, m, n))
+
+
 def test_a_mask_of_ones_is_dense_bit_for_bit(machine):
     for tiles, causal in ((ONE, True), (TWO, False)):
         qkv = data(70, 90, heads=2)
