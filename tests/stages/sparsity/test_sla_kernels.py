@@ -27,11 +27,11 @@ from flashnumba.stages.sparsity import (
     sla_states,
 )
 from flashnumba.stages.sparsity import sla_reference as reference
+from tests.stages.sparsity import sla_gather
 
 GRADIENTS = ("dq", "dk", "dv", "dproj")
 SHARES = (0.5, 0.25)
 """Of four tiles two critical ones, a marginal and a negligible one."""
-GATHER = "sparsity.sla gather"
 
 
 @dataclass
@@ -100,15 +100,8 @@ def nan(size: tuple[int, ...], kind: str) -> np.ndarray:
 
 def run(launch: Launch, problem: Problem, seed: int = 0) -> None:
     args = tuple(problem.known[name] for name in launch.args)
-    if (
-        launch.kernel.name.startswith(GATHER) and launch.grid > 4
-    ):  # by NumPy: the kernel has a test of its own, and 33 blocks
-        weights, states, sums = (x.view(element_dtype(problem.shape.element)) for x in args)
-        exact = weights.astype(np.float32)
-        if launch.kernel.name != GATHER:
-            exact = exact.swapaxes(-1, -2)
-        exact = exact[..., : sums.shape[2], : states.shape[2]]
-        sums[...] = (exact @ states.astype(np.float32)).astype(sums.dtype)
+    if sla_gather.is_gather(launch.kernel) and launch.grid > 4:
+        sla_gather.gather(launch.kernel, *(x.view(element_dtype(problem.shape.element)) for x in args))
         return
     options = {"seed": seed, "arch": "90a", "checks": True}
     launcher.launch(
