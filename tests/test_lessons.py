@@ -166,8 +166,12 @@ def said(cell) -> str:
     return text
 
 
-RECORDED = "import flashnumba.machine.compiler as c; c.why_not = lambda: 'not asked: tests read the record'"
-"""A cell before the first: compiling is what takes longest in a lesson, and the record has tests of its own."""
+RECORDED = """\
+import flashnumba.machine.compiler as c; c.why_not = lambda: 'not asked: tests read the record'
+%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}
+"""
+"""A cell before the first: compiling is what takes longest in a lesson, and the record has tests of its own. Figures
+keep their margins: to cut them off is to draw once more."""
 
 
 def executed(name: str, machine: str):
