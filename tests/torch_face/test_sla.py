@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from flashnumba.sparse import sla as face  # noqa: E402
 from flashnumba.torch import sla  # noqa: E402
 from flashnumba.torch import sla_operators as operators  # noqa: E402
+from tests.stages.sparsity import sla_gather  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,7 @@ def test_without_a_projection_and_for_one_input_alone():
 def test_kernels_under_autograd_are_near_the_definition_and_leave_what_tracers_are_told(monkeypatch):
     """Rows that are not aligned are copied; the gradient that sum() gives is one number, expanded; dproj keeps its
     type."""
+    sla_gather.use(monkeypatch)
     seen, plain = [], operators.FORWARD
     monkeypatch.setattr(operators, "FORWARD", lambda *args: seen.append((args, plain(*args))) or seen[-1][1])
     q, k, v = (torch.randn(1, 1, rows, 65).half()[..., 1:].requires_grad_() for rows in (40, 100, 100))

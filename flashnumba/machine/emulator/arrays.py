@@ -104,9 +104,11 @@ class LocalArray:
 
     def as_new(self) -> None:
         """The declaration is reached again: whatever the array held is gone."""
-        self.settle()
-        self.init[...] = False
-        self.touched[...] = 0
+        if self.op is not None or self.flights:
+            self.settle()
+        self.init.fill(False)
+        if self.thread.register_fences != 1:
+            self.touched.fill(0)
 
     def written(self, lo: int, hi: int) -> None:
         """An instruction has written elements [lo, hi)."""
@@ -130,9 +132,9 @@ class LocalArray:
         try:
             if i.__class__ is not int or not 0 <= i < self.length:
                 self._bounds(i)
-            if not self.init[i]:
-                raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
-            return self.data.item(i) if self.integer else self.data[i]
+            if self.init[i]:
+                return self.data.item(i) if self.integer else self.data[i]
+            raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
         except IndexError:
             self._bounds(i)
             raise
@@ -194,7 +196,7 @@ class _Strided:
         if len(i) != len(shape):
             raise self._outside(i)
         at = 0
-        for k, n, stride in zip(i, shape, self.strides, strict=True):
+        for k, n, stride in zip(i, shape, self.strides):  # noqa: B905, many times a thread
             if not 0 <= k < n:
                 raise self._outside(i)
             at += int(k) * stride

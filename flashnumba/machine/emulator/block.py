@@ -161,7 +161,7 @@ class Block:
                     f"thread {thread.tid} returns with {left} cp.async in flight, the first started below",
                     self.index,
                     (thread.tid,),
-                    [p for p in [self.shared.lines.get(first.dst >> self.shared.shift)] if p],
+                    [p for p in [self.shared.lines[first.dst >> self.shared.shift]] if p],
                 )
         if self.launch.checks and (any(thread.bulk_groups) or thread.bulk_copies):
             first = next(c for g in (*thread.bulk_groups, thread.bulk_copies) for c in g)

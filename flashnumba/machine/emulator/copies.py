@@ -20,10 +20,12 @@ __all__ = [
 
 # -- cp.async ---------------------------------------------------------------------------------------------------------
 class _Copy:
-    __slots__ = ("dst", "epoch", "nbytes", "src", "valid")
+    """``data``: its ``valid`` bytes where they lie in global memory."""
 
-    def __init__(self, dst: int, src: int, nbytes: int, valid: int, epoch: int):
-        self.dst, self.src, self.nbytes, self.valid, self.epoch = dst, src, nbytes, valid, epoch
+    __slots__ = ("data", "dst", "epoch", "nbytes", "valid")
+
+    def __init__(self, dst: int, data: np.ndarray | None, nbytes: int, valid: int, epoch: int):
+        self.dst, self.data, self.nbytes, self.valid, self.epoch = dst, data, nbytes, valid, epoch
 
 
 def copy_async(thread: Thread, dst: int, src: int, nbytes: int, valid: int) -> None:
@@ -35,14 +37,13 @@ def copy_async(thread: Thread, dst: int, src: int, nbytes: int, valid: int) -> N
         raise thread.fault(
             faults.Misaligned, f"cp.async of {nbytes} bytes from global address {src:#x}, which is not a multiple of it"
         )
-    if valid:
-        memory.find(src, valid, thread, False)
+    data = memory.peek(src, valid, thread) if valid else None
     if thread.op is not None:
         thread.flush()
     epoch = thread.block.new_flight()
     shared.check_write(dst, dst + nbytes, thread, epoch, align=nbytes)
     shared.issued[epoch] = thread.epoch
-    thread.copies.append(_Copy(dst, src, nbytes, valid, epoch))
+    thread.copies.append(_Copy(dst, data, nbytes, valid, epoch))
 
 
 def commit(thread: Thread) -> None:
@@ -59,9 +60,10 @@ def wait_groups(thread: Thread, pending: int) -> None:
             thread.tick()  # the epoch of these bytes is that of no other access
         for c in group:
             if c.valid:
-                shared.data[c.dst : c.dst + c.valid] = memory.peek(c.src, c.valid, thread)
+                shared.data[c.dst : c.dst + c.valid] = c.data
                 memory.loaded += c.valid
-            shared.data[c.dst + c.valid : c.dst + c.nbytes] = 0
+            if c.valid != c.nbytes:
+                shared.data[c.dst + c.valid : c.dst + c.nbytes] = 0
             if shared.checks:
                 shared.restamp_writer(c.dst, c.dst + c.nbytes, c.epoch, thread.epoch)
         if group:

@@ -69,6 +69,8 @@ class Memory:
 class ThreadMemory:
     """The same for one thread: an address is one integer, data one row of bytes."""
 
+    __slots__ = ("block", "thread")
+
     def __init__(self, thread: Thread):
         self.thread, self.block = thread, thread.block
 
@@ -137,6 +139,10 @@ def _layout(declared: Instruction) -> list[tuple[int, Any, Fragment | None]]:
     return found
 
 
+def _kept(value: Any) -> Any:
+    return value
+
+
 def _scalar(value: Any, dtype: Any) -> Any:
     if dtype is None:
         return value
@@ -176,8 +182,13 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
 
             return single
 
+        kinds = [_kept if dtype is None else dtype.type for _, dtype, _ in layout]
+
         def scalars(*args: Any) -> Any:
-            values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
+            try:
+                values = [kind(arg) for kind, arg in zip(kinds, args)]  # noqa: B905, many times a thread
+            except OverflowError:
+                values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
             if memory:
                 thread: Any = getcurrent()
                 if thread.op is not None:
@@ -245,8 +256,11 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
 
     def call(*args: Any) -> Any:
         thread: Any = getcurrent()
-        gang = join(thread, size)
-        key = tuple([(args[at].store, int(args[at + 1])) for at in fragments])
+        op = thread.op
+        gang = thread.gangs.get(size) if op is None or len(op.args) == size else None
+        if gang is None:
+            gang = join(thread, size)
+        key = [(args[at].store, args[at + 1]) for at in fragments]
         op = gang.post(thread, declared, args, key, execute)
         for at in fragments:
             array = args[at]

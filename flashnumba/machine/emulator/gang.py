@@ -44,23 +44,23 @@ class Gang:
 
     def post(self, thread: Thread, instruction: Any, args: tuple[Any, ...], key: Any, execute: Any) -> Op:
         """``thread`` reaches ``instruction``; the last of the gang executes it at once by ``execute(op, gang)``."""
-        lane = thread.tid - self.first
-        ahead = self.posted[lane] - self.executed
-        if ahead == len(self.ops):
+        lane, ops, posted = thread.tid - self.first, self.ops, self.posted
+        ahead = posted[lane] - self.executed
+        if ahead == len(ops):
             op = Op(instruction, self.size, key)
-            self.ops.append(op)
+            ops.append(op)
         else:
-            op = self.ops[ahead]
+            op = ops[ahead]
             if op.instruction is not instruction:
                 self._diverged(thread, op, instruction)
-            if op.key != key:
+            if op.uniform and op.key != key:
                 op.uniform = False
         op.args[lane] = args
         op.count += 1
-        self.posted[lane] += 1
+        posted[lane] += 1
         thread.op = op
         if op.count == self.size:
-            self.ops.popleft()
+            ops.popleft()
             self.executed += 1
             execute(op, self)
             op.done = True
@@ -105,7 +105,8 @@ def meet(thread: Thread, kind: str, mask: int, value: Any, compute: Any) -> Any:
 
     ``compute`` gets the dictionary of values and the block's threads, and may order clocks (syncwarp).
     """
-    thread.flush()
+    if thread.op is not None:
+        thread.flush()
     block, warp, lane = thread.block, thread.warp, thread.lane
     mask = int(mask) & 0xFFFFFFFF
     if not mask >> lane & 1:

@@ -102,6 +102,8 @@ def _named(**functions: Any) -> Any:
 
 def _ufunc(name: str, ufunc: Any) -> Any:
     def call(*args: Any) -> Any:
+        if len(args) == 1 and args[0].__class__ is np.float32:
+            return ufunc(args[0])
         return ufunc(
             *(np.float64(a) if isinstance(a, (int, float)) and not isinstance(a, np.floating) else a for a in args)
         )
@@ -125,13 +127,21 @@ MATH = _Math()
 
 
 # -- warp-wide exchanges ----------------------------------------------------------------------------------------------
+_SOURCE = {
+    "idx": lambda lane, by: by & 31, "up": lambda lane, by: lane - by, "down": lambda lane, by: lane + by,
+    "xor": lambda lane, by: lane ^ by,
+}  # fmt: skip
+_SHUFFLE = {how: f"shfl_{how}_sync" for how in _SOURCE}
+
+
 def shuffle(thread: Thread, mask: int, value: Any, how: str, operand: int) -> Any:
     """``shfl.sync``: ``how`` is idx, up, down or xor. A lane whose source is out of range keeps its own value."""
+    source_of = _SOURCE[how]
 
     def compute(values: dict[int, Any]) -> dict[int, Any]:
         out = {}
         for lane, (own, by) in values.items():
-            source = {"idx": by & 31, "up": lane - by, "down": lane + by, "xor": lane ^ by}[how]
+            source = source_of(lane, by)
             if not 0 <= source < 32:
                 out[lane] = own
             elif source not in values:
@@ -142,7 +152,7 @@ def shuffle(thread: Thread, mask: int, value: Any, how: str, operand: int) -> An
                 out[lane] = values[source][0]
         return out
 
-    return meet(thread, f"shfl_{how}_sync", mask, (value, int(operand)), compute)
+    return meet(thread, _SHUFFLE[how], mask, (value, int(operand)), compute)
 
 
 def vote(thread: Thread, mask: int, predicate: Any, how: str) -> Any:
@@ -228,11 +238,11 @@ class _Local:
             array.as_new()
             return array
         size = tuple(shape) if isinstance(shape, (tuple, list)) else (int(shape),)
-        first = thread.tid // 128 * 128
-        stores, place = thread.block.stores, (key, first, size, _dtype(dtype))
+        first, kind = thread.tid // 128 * 128, _dtype(dtype)
+        stores, place = thread.block.stores, (key, first, size, kind)
         store = stores.get(place)
         if store is None:
-            store = stores[place] = LocalStore(min(128, thread.block.size - first), size, _dtype(dtype))
+            store = stores[place] = LocalStore(min(128, thread.block.size - first), size, kind)
         array = thread.locals[key] = thread.launch.local_type(thread, store, thread.tid - first)
         return array
 

@@ -47,7 +47,7 @@ class SharedMemory:
         cells = (size + 19) >> 2
         self.writer: list[int] = [0] * cells if checks else []
         self.reader: list[int] = [0] * cells if checks else []
-        self.lines: dict[int, faults.Position | None] = {}  # granule -> where it was last written
+        self.lines: list[faults.Position | None] = [None] * len(self.writer)  # where each was last written
         self.sets: dict[int, frozenset[int]] = {0: frozenset()}
         self.set_lines: dict[int, faults.Position | None] = {0: None}
         self.numbers: dict[frozenset[int], int] = {frozenset(): 0}
@@ -89,10 +89,8 @@ class SharedMemory:
     def _span(self, lo: int, hi: int, thread: Thread, align: int) -> tuple[int, int]:
         if lo < 0 or hi > self.end or lo & (align - 1):
             self.bounds(lo, hi, thread, align)
-        grain = (1 << self.shift) - 1
-        while lo & grain or hi & grain:
+        while (lo | hi) & ((1 << self.shift) - 1):
             self._refine()
-            grain = (1 << self.shift) - 1
         return lo >> self.shift, hi >> self.shift
 
     def _refine(self) -> None:
@@ -100,7 +98,7 @@ class SharedMemory:
         self.shift -= 1
         self.writer = [e for e in self.writer for _ in (0, 1)]
         self.reader = [e for e in self.reader for _ in (0, 1)]
-        self.lines = {2 * k + i: v for k, v in self.lines.items() for i in (0, 1)}
+        self.lines = [p for p in self.lines for _ in (0, 1)]
         self.atomics = {2 * k + i: dict(v) for k, v in self.atomics.items() for i in (0, 1)}
         self.released = {2 * k + i: v for k, v in self.released.items() for i in (0, 1)}
 
@@ -180,7 +178,7 @@ class SharedMemory:
         else:
             self.writer[a:b] = [epoch] * (b - a)
             self.reader[a:b] = [0] * (b - a)
-            self.lines.update(dict.fromkeys(range(a, b), where))
+            self.lines[a:b] = [where] * (b - a)
         return None
 
     def check_atomic(self, lo: int, hi: int, thread: Thread) -> None:
@@ -287,10 +285,10 @@ class SharedMemory:
             raise thread.fault(faults.MbarrierMisuse, f"{self.place(cell)} belongs to an mbarrier")
         agent = e >> SHIFT
         if agent != thread.tid and not clock.orders(e):
-            raise verdict.conflict(self, cell, e, True, self.lines.get(cell), thread, epoch, not reading)
+            raise verdict.conflict(self, cell, e, True, self.lines[cell], thread, epoch, not reading)
         block = self.block
         if proxy and agent < block.size and clock.vector[block.fences + agent] < e & MASK:
-            line = self.lines.get(cell)
+            line = self.lines[cell]
             raise thread.fault(
                 faults.MissingProxyFence,
                 f"{self.place(cell)} was written by an ordinary store of thread {agent}"

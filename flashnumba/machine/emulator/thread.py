@@ -158,12 +158,13 @@ class Thread(greenlet):
     # -- reports ------------------------------------------------------------------------------------------------------
     def position(self) -> faults.Position | None:
         """Where in the kernel's source it is."""
-        frame: Any = sys._getframe(1)
+        frame: Any = sys._getframe(2)  # its caller belongs to the machine
         machine = _MACHINE_CODE
         while frame is not None:
             code = frame.f_code
-            inside = machine.get(code)
-            if inside is None:
+            try:
+                inside = machine[code]
+            except KeyError:
                 inside = machine[code] = code.co_filename.startswith(faults._MACHINE)
             if not inside:
                 return (code, frame.f_lineno)

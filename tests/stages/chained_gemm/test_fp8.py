@@ -18,6 +18,7 @@ from flashnumba.stages.fp8 import reference
 from flashnumba.stages.heads import Shape
 from flashnumba.tiles import chain
 from flashnumba.tiles.attention import AttentionTiles
+from tests.stages.faults import seeds_for
 
 E4M3 = ml_dtypes.float8_e4m3fn
 SMALL = AttentionTiles(64, 32, 64, warps=2, slots=2, lazy=True, nbytes=1)
@@ -184,7 +185,7 @@ def test_planted_faults(way, fault):
     turned = fp8_heads.by_columns(v)
     shape = Shape(fp8.ELEMENT, 1, 1, 1, 20, 70, 64, causal)
     (launch,) = fp8.plan_chained(way, shape, SMALL, broken=fault).launches
-    for seed in range(3):
+    for seed in seeds_for(FAULTS[fault]):
         o, lse = np.full(q.shape, np.nan, ml_dtypes.bfloat16), np.full(q.shape[:3], np.nan, np.float32)
         args = (*(x.view(np.uint8) for x in (q, k, turned)), o, lse, np.float32(0.5), np.int32(causal))
         try:

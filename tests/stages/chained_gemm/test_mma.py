@@ -16,6 +16,7 @@ from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles import chain
 from flashnumba.tiles.attention import NATURAL, AttentionTiles
 from flashnumba.tiles.forward import make_attend
+from tests.stages.faults import seeds_for
 from tests.stages.flash_forward.attention_cases import (
     LAYOUTS,
     SIZES,
@@ -174,7 +175,8 @@ def test_planted_faults(way, fault, tiles):
     if tiles != "two slots" and fault not in chain.FAULTS["shared"]:
         pytest.skip("the same with any tiles")
     case = normal(33, 77, 32, np.float16, causal=fault == "causal", scale=1.0)
-    found = caught(lambda seed: run(with_tiles(way, SMALL[tiles], fault), case, seed=seed), case)
+    plan = with_tiles(way, SMALL[tiles], fault)
+    found = caught(lambda seed: run(plan, case, seed=seed), case, seeds_for(FAULTS[fault]))
     assert set(found) <= FAULTS[fault], found
 
 

@@ -326,6 +326,7 @@ def caught(launch: Callable[[int], tuple[np.ndarray, np.ndarray]], case: Case, s
 
     Args:
         launch: ``launch(seed)`` runs the broken kernel on the case and returns (o, lse).
+        seeds: orders of threads, see :func:`tests.stages.faults.seeds_for`.
     """
     found = []
     for seed in seeds:

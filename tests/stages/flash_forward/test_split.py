@@ -13,6 +13,7 @@ from flashnumba.stages.flash_forward.split import SPLIT_ARGS
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.merge import MERGE_ARGS, MERGE_FAULTS, make_merge, warps_for
+from tests.stages.faults import seeds_for
 from tests.stages.flash_forward.attention_cases import (
     assert_attention,
     caught,
@@ -159,16 +160,18 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_of_a_part(fault):
     case = normal(3, 75, 32, np.float16, heads=5, kv_heads=1, causal=fault == "causal", scale=1.0)
-    found = caught(lambda seed: run(with_splits(2, TEAMS, fault, early=True), case, seed=seed), case)
+    found = caught(
+        lambda seed: run(with_splits(2, TEAMS, fault, early=True), case, seed=seed), case, seeds_for(FAULTS[fault])
+    )
     assert set(found) <= set(FAULTS[fault]), found
 
 
 @pytest.mark.parametrize("fault", MERGE_FAULTS)
 def test_planted_faults_of_the_merge(fault):
     case = normal(1, 330, 32, np.float16, scale=1.0)
-    found = caught(lambda seed: run(with_splits(20, merge_broken=fault, early=True), case, seed=seed), case)
-    expected = {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}, "wait": {"EarlyAccess"}}
-    assert set(found) <= expected[fault], found
+    expected = {"barrier": {"Race", "Uninitialised"}, "weight": {"wrong result"}, "wait": {"EarlyAccess"}}[fault]
+    plan = with_splits(20, merge_broken=fault, early=True)
+    assert set(caught(lambda seed: run(plan, case, seed=seed), case, seeds_for(expected))) <= expected
 
 
 def test_every_fault_that_can_be_planted_is_tested():

@@ -10,6 +10,7 @@ import pytest
 from flashnumba.stages.gemm import mma
 from flashnumba.stages.gemm.multistage import Tiles, make_mma
 from flashnumba.stages.gemm.problem import Shape
+from tests.stages.faults import seeds_for
 from tests.stages.gemm.products import DTYPES, MAJORS, TAILS, arch_on, caught, product
 
 TINY = Tiles(32, 32, 32, 16, 16, slots=3)
@@ -114,16 +115,17 @@ def test_every_fault_that_can_be_planted_is_tested():
     assert len(PLANTED) == 8
 
 
-@pytest.mark.parametrize("broken", PLANTED)
+@pytest.mark.parametrize(("broken", "seed"), [(fault, i) for fault in PLANTED for i in seeds_for(PLANTED[fault])])
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
-@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_planted_faults_are_caught(broken, a_major, b_major, seed):
     made = product(40, 48, 200, np.float16, a_major, b_major)
     assert caught(made, mma.plan_of(made.shape, TINY, broken), seed) in PLANTED[broken]
 
 
-@pytest.mark.parametrize("broken", sorted(set(PLANTED) - {"wait"}))
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("broken", "seed"),
+    [(fault, seed) for fault in sorted(set(PLANTED) - {"wait"}) for seed in seeds_for(PLANTED[fault], 2)],
+)
 def test_planted_faults_on_sm_75_are_caught(broken, seed):
     made = product(40, 48, 128, arch="75")  # k ends with the ring, so the tile last read lies where C goes
     found = caught(made, mma.plan_of(made.shape, replace(TINY, slots=2), broken), seed, "75")

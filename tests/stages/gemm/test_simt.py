@@ -11,6 +11,7 @@ from flashnumba.machine.compiler import compile_kernel, sass, why_not
 from flashnumba.stages.gemm import one_element, register_tile, shared_tile, simt, staging
 from flashnumba.stages.gemm.problem import Shape, signature
 from flashnumba.stages.gemm.register_tile import Tiles
+from tests.stages.faults import seeds_for
 from tests.stages.gemm.products import DTYPES, MAJORS, TAILS, arch_on, caught, product
 
 EVERY = (np.float32, *DTYPES)
@@ -168,16 +169,20 @@ def test_every_fault_that_can_be_planted_is_tested():
     assert len(PLANTED) + len(REGISTER_FAULTS) == 19
 
 
-@pytest.mark.parametrize(("kernel", "plan", "broken", "found"), PLANTED, ids=lambda v: v if isinstance(v, str) else "")
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kernel", "plan", "broken", "found", "seed"),
+    [(*planted, seed) for planted in PLANTED for seed in seeds_for(planted[-1])],
+    ids=lambda v: str(v) if isinstance(v, (str, int)) else "",
+)
 def test_planted_faults_of_the_simple_kernels_are_caught(kernel, plan, broken, found, seed):
     made = product(19, 23, 35, np.float32)
     assert caught(made, plan(made.shape, broken=broken), seed) in found
 
 
-@pytest.mark.parametrize("broken", REGISTER_FAULTS)
+@pytest.mark.parametrize(
+    ("broken", "seed"), [(fault, i) for fault in REGISTER_FAULTS for i in seeds_for(REGISTER_FAULTS[fault])]
+)
 @pytest.mark.parametrize(("size", "majors"), [((36, 44, 28), "kn"), ((35, 43, 27), "mk")], ids=str)
-@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_planted_faults_of_the_register_tile_are_caught(broken, size, majors, seed):
     made = product(*size, np.float32, *majors)
     assert caught(made, simt.plan_of(made.shape, SMALL, broken), seed) in REGISTER_FAULTS[broken]

@@ -11,6 +11,7 @@ from flashnumba.machine import gpu
 from flashnumba.stages.gemm import wgmma
 from flashnumba.stages.gemm.problem import Shape
 from flashnumba.stages.gemm.warp_specialised import Tiles, make_wgmma
+from tests.stages.faults import seeds_for
 from tests.stages.gemm.products import MAJORS, TAILS, arch_on, caught, product
 
 TINY = Tiles(128, 64, slots=2)
@@ -108,9 +109,8 @@ def test_every_fault_that_can_be_planted_is_tested():
     assert len(PLANTED) == 13
 
 
-@pytest.mark.parametrize("broken", PLANTED)
+@pytest.mark.parametrize(("broken", "seed"), [(fault, i) for fault in PLANTED for i in seeds_for(PLANTED[fault])])
 @pytest.mark.parametrize(("a_major", "b_major"), [("k", "n"), ("m", "k")])
-@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_planted_faults_are_caught(broken, a_major, b_major, seed):
     made = padded(130, 100, 264, np.float16, a_major, b_major)
     assert caught(made, wgmma.plan_of(made.shape, TINY, 1, broken), seed) in PLANTED[broken]

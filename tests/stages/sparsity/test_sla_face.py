@@ -8,6 +8,7 @@ import pytest
 from flashnumba.compare import assert_close
 from flashnumba.sparse.sla import SlaInfo, sla_attention, sla_attention_backward
 from flashnumba.stages.sparsity import sla_reference as reference
+from tests.stages.sparsity import sla_gather
 
 
 def made(m=192, n=192, d=64, dtype=np.float16, lead=(1, 2)):
@@ -29,7 +30,8 @@ def test_numpy_is_the_reference_and_keeps_what_gradients_need():
         assert_close(got, exact)
 
 
-def test_kernels_on_the_emulator():
+def test_kernels_on_the_emulator(monkeypatch):
+    sla_gather.use(monkeypatch)
     q, k, v = made(128, 128, lead=())
     o, info = sla_attention(q, k, v, critical=0.5, negligible=0, return_info=True, backend="emulator")
     classes = np.asarray(info.tile_map)[0, 0]

@@ -28,11 +28,10 @@ from flashnumba.stages.sparsity import (
     sla_states,
 )
 from flashnumba.stages.sparsity import sla_reference as reference
+from tests.stages.sparsity import sla_gather as by_numpy
 
 GRADIENTS = ("dq", "dk", "dv", "dproj")
 SHARES = (0.5, 0.25)
-"""Of four tiles two critical ones, a marginal and a negligible one."""
-GATHER = "sparsity.sla gather"
 
 
 @dataclass
@@ -103,13 +102,12 @@ def nan(size: tuple[int, ...], kind: str) -> np.ndarray:
 
 
 def run(launch: Launch, problem: Problem, seed: int = 0) -> None:
-    if launch.kernel.name.startswith(GATHER) and launch.grid > 1:  # by NumPy: it has a test of its own, and many blocks
-        back = launch.kernel.name != GATHER
-        names = ("weights", "dsums", "dstates") if back else ("weights", "states", "sums")
-        weights, states, sums = (problem.known[name].view(element_dtype(problem.shape.element)) for name in names)
-        exact = weights.astype(np.float32).swapaxes(-1, -2) if back else weights.astype(np.float32)
-        exact = exact[..., : sums.shape[2], : states.shape[2]]
-        sums[...] = (exact @ states.astype(np.float32)).astype(sums.dtype)
+    if by_numpy.is_gather(launch.kernel) and launch.grid > 1:
+        names = ("weights", "states", "sums")
+        if launch.kernel.name != by_numpy.NAME:
+            names = ("weights", "dsums", "dstates")
+        element = element_dtype(problem.shape.element)
+        by_numpy.gather(launch.kernel, *(problem.known[name].view(element) for name in names))
         return
     known = problem.known | sla_gather.arguments(problem.shape, problem.known, set(launch.args))
     if launch.kernel.name == "sparsity.sla states":

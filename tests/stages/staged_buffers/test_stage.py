@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from flashnumba.ladder import find
-from flashnumba.machine import compiler
-from flashnumba.machine.gate import budget_of
 from flashnumba.machine.occupancy import machine_of
+from flashnumba.machine.resources import read
 from flashnumba.stages.flash_forward.reference import dense
 from flashnumba.stages.staged_buffers import mma, panels, plans, registers_allowed
 
@@ -37,12 +38,12 @@ def test_what_fits():
     assert fits["80"]["tile_4"] == (2, ("shared memory",)) and fits["80"]["quarter_4"][0] == 3
 
 
-@pytest.mark.skipif(bool(compiler.why_not()), reason=compiler.why_not())
 def test_the_registers_that_are_drawn_are_those_that_the_compiler_keeps_to():
+    """By the record, which has tests of its own."""
     case = next(case for case in mma.compile_cases() if case.name.startswith("staged_buffers.quarter_4 float16 d 128"))
-    made = compiler.compile_kernel(case.kernel, case.signature, "90a")
+    made = read(Path(__file__).parents[3] / "docs" / "results" / "resources.json")[1][case.name, "90a"]
     assert made.registers <= registers_allowed(128)["90"]["quarter_4"]
-    assert budget_of(case, made).blocks == 3
+    assert made.budget.blocks == 3
     assert case.shared <= machine_of("notes").shared_within(3), "21 KB"
 
 
