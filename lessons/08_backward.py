@@ -264,7 +264,7 @@ lesson.show_source(make_dq(of_rows, "float16"), first="for j in range")
 # so that $P^T$ and $dS^T$ again lie as the operands that they are next. Four products.
 
 # %%
-of_keys = dkdv_tiles(128, "90a")
+of_keys = dkdv_tiles(128, "80")
 lesson.show_source(mma_dkdv.make_dkdv(of_keys, "float16"), part="body", first="while more:")
 
 # %% [markdown]
@@ -343,7 +343,9 @@ lesson.table(
 )
 
 # %% [markdown]
-# All of them. That is why tiles of 16 rows a warp appear at $D = 128$, where the forward has 32.
+# All of them. With dK and dV both in a warp's registers, 16 keys are all it can have at $D = 128$, where the forward has
+# 32 rows; and each tile of Q and dO is read from shared memory for those 16 alone. So there two warps share 32 keys: each
+# makes S and dP for half of a step's queries, one adds up dV and the other dK, and they exchange halves of P and dS.
 #
 # ## On real data
 #

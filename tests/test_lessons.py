@@ -73,7 +73,7 @@ SHOWN = {
     "08_backward": [
         "no delta by keys: dq within, dk ABOVE, dv within", "no delta by rows: dq ABOVE, dk within, dv within",
         "before it is there: dq ABOVE, dk ABOVE, dv ABOVE", "alone: dq within, dk ABOVE, dv ABOVE",
-        "no scale by keys: dq within, dk ABOVE, dv within", "Race: thread", "scatter_ds", "add_dq",
+        "no scale by keys: dq within, dk ABOVE, dv within", "Race: thread", "scatter", "add_dq",
         "never cleared: dq ABOVE, dk within, dv within", "cleared: dq within, dk within, dv within",
     ],
     "09_fp8": [
