@@ -48,7 +48,8 @@ __all__ = ["FAULTS", "MOST_SPLITS", "SPLIT_ARGS", "make_split", "splits_for"]
 SPLIT_ARGS = ("q", "k", "v", "acc_parts", "m_parts", "l_parts", "scale", "causal")
 MOST_SPLITS = 256
 AHEAD = 1
-"""Tiles of each team that are brought into the L2 cache before a kernel may read them. More do not stay there."""
+"""Tiles of each team that are brought into the L2 cache before a kernel may read them. On an H200 8 MB in all made a
+call quicker, 26 MB slower than none, for a kernel of three tiles of 8 KB."""
 SHORTER = 0.1
 """By how much a wave of blocks that is not full may be shorter than one that is."""
 FAULTS = ("barrier", "free_barrier", "wait", "tail", "causal", "head", "range", "early", "teams")
