@@ -204,7 +204,7 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     by_pairs = Tiles(padded, 64, 32, warps=2, results=2, exchange=True, pairs=True)
     if padded <= 64:
         return by_pairs if number >= 100 else Tiles(padded, 128, 32, results=2, exchange=True)
-    large = number == 90 and d == padded  # else registers do not suffice
+    large = number == 90 and d == 128  # elsewhere registers do not suffice
     return replace(by_pairs, own=128, other=64, warps=4) if large else by_pairs
 
 
