@@ -24,8 +24,8 @@ atomics costs nothing there: left out, the kernel was no quicker.
 
 The sums of dK and dV have a fixed order: the same bits every time; those of dQ have not.
 
-compute-sanitizer's racecheck may report hazards here, between stores and the loads behind a barrier at which the
-storing warp only arrived; the emulator, which knows what an arrival orders, finds no race.
+compute-sanitizer's racecheck does not follow every order that a warp makes by arriving without waiting, and may report
+hazards here; the emulator, which knows what an arrival orders, finds no race.
 
 Source: FlashAttention-2, Dao, arXiv 2307.08691, section 3.3, for the partition among warps as what decides the traffic.
 """

@@ -182,7 +182,7 @@ def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
 def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     """Tiles of the kernel that makes all three.
 
-    Pairs of warps are quicker on an H200 where d is 128, by 8 % with or without a mask, and by 13 % with dQ made at two
+    Pairs of warps are quicker on an H200 where d is 128, by 7 % with or without a mask, and by 12 % with dQ made at two
     times. Elsewhere they were chosen because registers suffice; they were not timed.
 
     Raises:
