@@ -19,8 +19,8 @@ telling and waiting each multiplies its own half.
 
 With ``tiles.exchange`` dQ is made in the same pass as there, but a step late, from dS in one of two buffers: one
 barrier of all threads a step does. The first of a pair makes its share as the step begins, the second after its dS:
-while one has exponentials to do, the other has products. On an H200 that alone is 5 % of the time. What is added by
-atomics costs nothing there: left out, the kernel was no quicker.
+while one has exponentials to do, the other has products. On an H200 that alone is 5 % of the time. Atomics do
+not seem to be what it waits for: L2 was 15 % busy, and without them it was no quicker, though that build spilled more.
 
 The sums of dK and dV have a fixed order: the same bits every time; those of dQ have not.
 
