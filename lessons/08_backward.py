@@ -343,9 +343,10 @@ lesson.table(
 )
 
 # %% [markdown]
-# All of them. With dK and dV both in a warp's registers, 16 keys are all it can have at $D = 128$, where the forward has
-# 32 rows; and each tile of Q and dO is read from shared memory for those 16 alone. So there two warps share 32 keys: each
-# makes S and dP for half of a step's queries, one adds up dV and the other dK, and they exchange halves of P and dS.
+# All of them. With dK and dV both in a warp's registers, 16 keys are all it can have at $D = 128$, where the forward
+# has 32 rows; and each tile of Q and dO is read from shared memory for those 16 alone. So there two warps share 32
+# keys: each makes S and dP for half of a step's queries, one adds up dV and the other dK, and they exchange halves of P
+# and dS.
 #
 # ## On real data
 #

@@ -19,13 +19,13 @@ telling and waiting each multiplies its own half.
 
 With ``tiles.exchange`` dQ is made in the same pass as there, but a step late, from dS in one of two buffers: one
 barrier of all threads a step does. The first of a pair makes its share as the step begins, the second after its dS:
-while one has exponentials to do, the other has products. On an H200 that alone is 5 % of the time. What is added by
-atomics costs nothing there: left out, the kernel was no quicker.
+while one has exponentials to do, the other has products. On an H200 that alone is 5 % of the time. Atomics do
+not seem to be what it waits for: L2 was 15 % busy, and without them it was no quicker, though that build spilled more.
 
 The sums of dK and dV have a fixed order: the same bits every time; those of dQ have not.
 
-compute-sanitizer's racecheck may report hazards here, between stores and the loads behind a barrier at which the
-storing warp only arrived; the emulator, which knows what an arrival orders, finds no race.
+compute-sanitizer's racecheck does not follow every order that a warp makes by arriving without waiting, and may report
+hazards here; the emulator, which knows what an arrival orders, finds no race.
 
 Source: FlashAttention-2, Dao, arXiv 2307.08691, section 3.3, for the partition among warps as what decides the traffic.
 """

@@ -182,7 +182,7 @@ def dq_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
 def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     """Tiles of the kernel that makes all three.
 
-    Pairs of warps are quicker on an H200 where d is 128, by 8 % with or without a mask, and by 13 % with dQ made at two
+    Pairs of warps are quicker on an H200 where d is 128, by 7 % with or without a mask, and by 12 % with dQ made at two
     times. Elsewhere they were chosen because registers suffice; they were not timed.
 
     Raises:
@@ -204,7 +204,7 @@ def one_pass_tiles(d: int, arch: str, vector: int = 16) -> Tiles:
     by_pairs = Tiles(padded, 64, 32, warps=2, results=2, exchange=True, pairs=True)
     if padded <= 64:
         return by_pairs if number >= 100 else Tiles(padded, 128, 32, results=2, exchange=True)
-    large = number == 90 and d == padded  # else registers do not suffice
+    large = number == 90 and d == 128  # elsewhere registers do not suffice
     return replace(by_pairs, own=128, other=64, warps=4) if large else by_pairs
 
 
