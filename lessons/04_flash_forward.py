@@ -507,10 +507,10 @@ plt.show()
 # %% [markdown]
 # Eight of 132, and each reads keys at the speed of one multiprocessor. Cut into parts, nearly all have work; the plan
 # takes as many as give each one block, which fills its shared memory. A block has four warps, and a step is a tile of
-# keys for each of them: no warp waits for another, and two tiles of all four, 128 KB, are on their way at any time. What
-# a part leaves is an unfinished state $(m, l, a)$ a row, in float32: its warps' states are merged in shared memory, and
-# a second kernel merges those of the parts. Query heads that share a head of keys are rows of one tile, so that keys are
-# read once for all eight.
+# keys for each of them: no warp waits for another, and two tiles of all four, 128 KB, are on their way at any time.
+# What a part leaves is an unfinished state $(m, l, a)$ a row, in float32: its warps' states are merged in shared
+# memory, and a second kernel merges those of the parts. Query heads that share a head of keys are rows of one tile, so
+# that keys are read once for all eight.
 #
 # Flash decoding, where this comes from, passes on the finished $O_s$ and $\operatorname{lse}_s$ of each part. A float32
 # lse of $10^5$ has lost what tells parts apart, for the reason above; $m$ and $l$ apart have not. The merge itself is
