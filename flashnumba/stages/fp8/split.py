@@ -42,7 +42,7 @@ def tiles_for(d: int, rows: int, arch: str = "90a") -> AttentionTiles:
         return AttentionTiles(d, 64, 64 if d <= 64 else 32, slots=2, kv_bytes=1)
     bn, slots, teams = 64 if d <= 128 else 32, 4 if d <= 64 else 2, 4
     if arch.rstrip("a") not in ("80", "90", "100"):
-        bn, slots, teams = 64 if d <= 64 else 32, 2, 4 if d <= 128 else 2
+        bn, slots, teams = (64 if d <= 64 else 32, 2, 4) if d <= 128 else (16, 3, 2)
     return AttentionTiles(d, 16, bn, warps=1, slots=slots, q_held=d // 16 if d <= 128 else 0, kv_bytes=1, teams=teams)
 
 
