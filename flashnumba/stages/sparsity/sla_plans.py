@@ -94,7 +94,7 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
     attend, lists = sla_forward.forward_tiles(d, shape.arch), ("lists", "counts", "weights")
-    resident = sla_states.states_blocks(options.projected) * multiprocessors()
+    resident = sla_states.states_blocks(d, options.projected) * multiprocessors()
     launches = [
         Launch(
             sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch),
