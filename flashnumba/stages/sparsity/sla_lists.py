@@ -180,8 +180,8 @@ def classify_shared(tiles: int, d: int) -> int:
 
 @cache
 def make_classify(
-    d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, arch: str = "80", *,
-    broken: str = ""
+    d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, min_blocks: int = 2,
+    arch: str = "80", *, broken: str = "",
 ) -> Kernel:  # fmt: skip
     """``(q_means, k_means, classes, lists, counts, weights, rows, keys, critical, negligible, unit, causal)``: means
     float32 ``[B, H, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32 as classes, counts int32
@@ -192,6 +192,7 @@ def make_classify(
 
     Args:
         rows, held: of :func:`classify_rows` and :func:`classify_held`.
+        min_blocks: a multiprocessor, for which the compiler leaves registers.
         broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"``
             (of equal guesses all are taken).
     """
@@ -199,8 +200,7 @@ def make_classify(
     groups, numbers = pitch // 4, pitch * d
     enter, (hold, reaching, limits), size = make_enter(element, form, arch), make_limits(held), max(1, held)
     waits, meets, all_ties = broken != "wait", broken != "barrier", broken == "ties"
-    # Registers for as many blocks a multiprocessor, and numbers of a mean that a lane loads before it takes the first.
-    blocks, ahead = (3, 8) if rows > ROWS[0] else (4, 16)
+    ahead = 8 if rows > ROWS[0] else 16  # numbers of a mean that a lane loads before it takes the first
 
     @device
     def guess(guesses, means, k_from, tiles, seen, first, lane):
@@ -275,7 +275,7 @@ def make_classify(
         if lane == 0:
             counts[batch, head, tile] = at
 
-    @kernel(threads=CLASSIFY_THREADS, min_blocks=blocks, arch=arch, name="sparsity.sla classify")
+    @kernel(threads=CLASSIFY_THREADS, min_blocks=min_blocks, arch=arch, name="sparsity.sla classify")
     def classify(q_means, k_means, classes, lists, counts, weights, m, n, critical, negligible, unit, causal):
         guesses = cuda.shared.array(0, uint32)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)

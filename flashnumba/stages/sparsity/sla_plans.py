@@ -35,7 +35,7 @@ __all__ = ["DEFAULT", "Options", "compile_cases", "plan_backward", "plan_forward
 CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
 """What kernels are compiled for."""
 OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back",
-            "sparsity.sla rows backward")  # fmt: skip
+            "sparsity.sla rows backward", "sparsity.sla classify")  # fmt: skip
 """Those that are others on sm_90, at D = 128."""
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
@@ -107,13 +107,12 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
         of_map = ("classes", *lists, "unit")
         launches.append(Launch(make_row_lists(element, options.form, arch), i * all_heads, 32, 0, of_map))
     else:
-        rows, shares = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
-        launches.append(
-            Launch(
-                make_classify(d, element, options.form, rows, classify_held(j), arch), -(-i // rows) * all_heads,
-                CLASSIFY_THREADS, classify_shared(j, d), ("q_means", "k_means", "classes", *lists, *shares),
-            )
-        )  # fmt: skip
+        rows, numbers = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
+        blocks = (4 if rows <= 8 else 3) if shape.arch == "90a" else 2  # a multiprocessor, by registers
+        classify = make_classify(d, element, options.form, rows, classify_held(j), blocks, arch)
+        of_map = ("q_means", "k_means", "classes", *lists, *numbers)
+        grid = -(-i // rows) * all_heads
+        launches.append(Launch(classify, grid, CLASSIFY_THREADS, classify_shared(j, d), of_map))
     launches += [
         sla_gather.plan_gather(shape, False),
         Launch(
