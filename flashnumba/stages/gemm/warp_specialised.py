@@ -217,7 +217,15 @@ def make_wgmma(
         tile_row, tile_col = raster(uint32(tile - number * each), rows, cols)
         return tile_row, tile_col, (int32(number % heads), int32(number // heads))
 
-    find_tile = find_batched if batched else find
+    @device
+    def count(rows, cols, many):
+        return uint32(rows * cols)
+
+    @device
+    def count_batched(rows, cols, many):
+        return uint32(uint32(rows * cols) * many)
+
+    find_tile, in_all = (find_batched, count_batched) if batched else (find, count)
 
     @device
     def load_slot(target, bar, a, b, row, col, depth, place):
@@ -256,10 +264,10 @@ def make_wgmma(
         return turn
 
     @device
-    def produce(ring, full, empty, a, b, rows, cols, depth, heads, tiles_in_all):
+    def produce(ring, full, empty, a, b, rows, cols, depth, heads, many):
         slot, parity = uint32(0), uint32(1)
         tile = uint32(cuda.blockIdx.x)
-        while tile < tiles_in_all:
+        while tile < in_all(rows, cols, many):
             tile_row, tile_col, place = find_tile(tile, rows, cols, heads)
             row, col = int32(tile_row * uint32(bm)), int32(tile_col * uint32(bn))
             t = uint32(0)
@@ -273,7 +281,7 @@ def make_wgmma(
             tile = uint32(tile + uint32(cuda.gridDim.x))
 
     @device
-    def consume(acc, ring, full, empty, stage, c, rows, cols, depth, heads, tiles_in_all):
+    def consume(acc, ring, full, empty, stage, c, rows, cols, depth, heads, many):
         mine = uint32(uint32(cuda.threadIdx.x >> 7) - uint32(1))
         warp = uint32((cuda.threadIdx.x & 127) >> 5)
         leads = (cuda.threadIdx.x & 127) == 0
@@ -283,7 +291,7 @@ def make_wgmma(
         my_stage = stage + (mine * uint32(4) + warp) * uint32(stage_bytes)
         slot, parity, before, turn = uint32(0), uint32(0), uint32(0), uint32(0)
         tile = uint32(cuda.blockIdx.x)
-        while tile < tiles_in_all:
+        while tile < in_all(rows, cols, many):
             t = uint32(0)
             while t < depth:
                 if waits_full:
@@ -312,7 +320,7 @@ def make_wgmma(
         all_panels()
 
     @device
-    def run(a, b, c, rows, cols, depth, heads, tiles_in_all):
+    def run(a, b, c, rows, cols, depth, heads, many):
         smem = cuda.shared.array(0, uint8)
         ring = uint32((shared_address(smem) + uint32(1023)) & uint32(0xFFFFFC00))
         stage = ring + uint32(slots * slot_bytes)
@@ -332,18 +340,18 @@ def make_wgmma(
         if cuda.threadIdx.x < 128:
             give()
             if cuda.threadIdx.x == 0:
-                produce(ring, full, empty, a, b, rows, cols, depth, heads, tiles_in_all)
+                produce(ring, full, empty, a, b, rows, cols, depth, heads, many)
         else:
             take()
             acc = cuda.local.array(accumulators, float32)
-            consume(acc, ring, full, empty, stage, c, rows, cols, depth, heads, tiles_in_all)
+            consume(acc, ring, full, empty, stage, c, rows, cols, depth, heads, many)
 
     @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name="wgmma")
     def wgmma_kernel(a, b, c, rows, cols, depth):
-        run(a, b, c, rows, cols, depth, uint32(1), uint32(rows * cols))
+        run(a, b, c, rows, cols, depth, uint32(1), uint32(1))
 
     @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name=batched)
     def batched_kernel(a, b, c, rows, cols, depth, heads, batches):
-        run(a, b, c, rows, cols, depth, heads, uint32(uint32(rows * cols) * uint32(heads * batches)))
+        run(a, b, c, rows, cols, depth, heads, uint32(heads * batches))
 
     return batched_kernel if batched else wgmma_kernel
