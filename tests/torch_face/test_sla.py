@@ -189,3 +189,52 @@ def test_what_does_not_fit_is_refused(change, error, words):
     q, k, v, proj = made(dtype=torch.float32, asks=False)
     with pytest.raises(error, match=words):
         attend(**({"q": q, "k": k, "v": v, "proj": proj} | change))
+
+
+@pytest.mark.parametrize(("projected", "given"), [(True, False), (False, True)])
+def test_a_second_call_launches_on_arrays_of_its_own(monkeypatch, projected, given):
+    """Of a recipe, without a GPU: each launch gets the addresses of what this call was given and has made."""
+    from flashnumba.machine import streams, tensor_map
+    from flashnumba.machine.arrays import describe
+    from flashnumba.stages.heads import Shape
+    from flashnumba.stages.sparsity import sla as stage
+
+    launched = {}
+
+    class Prepared:
+        def __init__(self, launch):
+            self.launch = launch
+
+        def fixed(self, grid, threads, args):
+            assert not any(isinstance(arg, tensor_map.TensorMap) for arg in args)
+            return lambda addresses, stream: launched.update(
+                {self.launch: dict(zip(self.arrays(), addresses, strict=True))}
+            )
+
+        def arrays(self):
+            return [name for name in self.launch.args if name in stage.sizes(shape) or name in ("q", "k", "v", "o")]
+
+        def __call__(self, grid, threads, args, stream):
+            launched[self.launch] = {m.name: m.found.pointer for m in args if isinstance(m, tensor_map.TensorMap)}
+
+    monkeypatch.setattr(tensor_map, "encode", lambda *args: object())
+    monkeypatch.setattr(streams, "current_stream", lambda *args: 0)
+    monkeypatch.setattr(stage.Kept, "prepared", lambda self, launch: Prepared(launch))
+    shape, options = Shape("float16", 1, 2, 2, 200, 200, 64, arch="90a"), stage.Options(projected=projected)
+    q, k, v, proj = (torch.randn(1, 2, 200, 64).half() for _ in range(4))
+    classes = torch.zeros(1, 2, 4, 4, dtype=torch.int8)
+    extra = ({"proj": proj[0, 0, :64].clone()} if projected else {}) | ({"classes": classes} if given else {})
+    first = {"q": q, "k": k, "v": v, "o": torch.empty_like(q)} | extra
+    kept = stage.Kept(shape, options, 0.1, "cuda", None, describe(q, "q"), {"q": q})
+    plan = stage.plan_forward(shape, options, given=given)
+    kept.bind(plan, first)
+    again = stage.remember(kept, plan, first, projected, given)
+    q, k, v = (x.clone() for x in (q, k, v))
+    o, found = again(q, k, v, extra.get("proj"), extra.get("classes"))
+    assert found.arrays["o"] is o and found.arrays["q"] is q and o.shape == q.shape
+    assert set(stage.KEPT) - set(found.arrays) == (set() if projected else {"proj"})
+    assert list(launched) == list(plan.launches)
+    for addresses in launched.values():
+        for name, address in addresses.items():
+            if name in found.arrays:
+                assert address == found.arrays[name].data_ptr(), name

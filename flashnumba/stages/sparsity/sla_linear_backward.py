@@ -66,7 +66,9 @@ def project_shared(d: int) -> int:
 
 
 @cache
-def make_rows(d: int, element: str, feature_map: str, arch: str = "80", *, broken: str = "") -> Kernel:
+def make_rows(
+    d: int, element: str, feature_map: str, min_blocks: int = 0, arch: str = "80", *, broken: str = ""
+) -> Kernel:
     """``(do, o, q, sums, share, dq, dsums, delta)``: as :func:`~.sla_forward.make_attend` has them; dq ``[B, H, M,
     d]``, dsums as sums, delta float32 ``[B, H, M]``. A block for each row tile."""
     row_bytes = 2 * BLOCK * d
@@ -83,7 +85,7 @@ def make_rows(d: int, element: str, feature_map: str, arch: str = "80", *, broke
     state_bytes, regs, packed, wait_all = 2 * d * d, d // 2, d // 4, cp_async_wait(0)
     waits, meets, all_rows, with_mean = (broken != x for x in ("wait", "barrier", "rows_barrier", "mean"))
 
-    @kernel(threads=THREADS, min_blocks=3, arch=arch, name="sparsity.sla rows backward")
+    @kernel(threads=THREADS, min_blocks=min_blocks, arch=arch, name="sparsity.sla rows backward")
     def rows(do, o, q, sums, share, dq, dsums, delta):
         smem = cuda.shared.array(0, uint8)
         weights = cuda.shared.array(BLOCK, float32)

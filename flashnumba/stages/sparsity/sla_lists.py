@@ -27,22 +27,20 @@ from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
 from flashnumba.machine.instructions import (
-    f32_to_bits,
     ld_shared_v4_f32,
     shared_address,
-    shfl_xor,
     st_shared_f32,
     vote_ballot,
 )
 from flashnumba.machine.numba import cuda, float32, int8, int32, int64, uint32
 from flashnumba.stages.sparsity.sla_products import piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK, CUT, FORMS, MILLION, UNSEEN
+from flashnumba.stages.sparsity.sla_select import MOST, below, in_order, make_limits
 from flashnumba.tiles.elements import scalar
 
 __all__ = ["CLASSIFY_THREADS", "classify_held", "classify_rows", "classify_shared", "make_classify", "make_key_lists",
            "make_row_lists"]  # fmt: skip
 
-MOST = 0xFFFFFFFF
 KEY_THREADS = 128
 AHEAD = 8
 """Row tiles whose class a thread of ``key_lists`` loads before it looks at the first of them."""
@@ -52,89 +50,6 @@ keys come from L2 once for all of them."""
 CLASSIFY_THREADS = 256
 MOST_GUESSES = 64 * 1024
 """Bytes of guesses in shared memory up to which a block has more than one row tile."""
-
-
-@device
-def in_order(x):
-    """Bits that order as the float does."""
-    bits = f32_to_bits(x)
-    return uint32(bits ^ uint32(MOST)) if bits >= uint32(0x80000000) else uint32(bits | uint32(0x80000000))
-
-
-@device
-def below(ballot, lane):
-    """How many of the lanes before this one voted."""
-    return int32(cuda.popc(uint32(ballot & uint32((uint32(1) << uint32(lane)) - uint32(1)))))
-
-
-@device
-def over_lanes(x):
-    """The sum over the warp, uint32."""
-    for i in range(5):
-        x = uint32(x + shfl_xor(x, int32(1 << i)))
-    return x
-
-
-@cache
-def make_limits(held: int) -> tuple[DeviceFunction, DeviceFunction, DeviceFunction]:
-    """``(hold, reaching, limits)`` over the keys of a row tile, of which there are ``seen``, fewer than 2^16.
-
-    ``hold(mine, keys, seen, lane)`` loads a lane's keys; ``reaching(mine, keys, seen, first, other, lane)`` counts
-    those that are at least ``first`` (upper half) and at least ``other`` (lower half); ``limits(mine, keys, seen, high,
-    low, lane)`` gives two limits, which ``high`` and ``low`` of the keys reach: of those that do, all greater ones
-    count and as many equal ones as are missing. 2^32 - 1 for none.
-
-    Args:
-        held: keys of a lane that ``mine``, registers, has; 0: they are read from ``keys``, shared memory, each time.
-    """
-
-    @device
-    def hold(mine, keys, seen, lane):
-        for i in range(held):
-            mine[i] = keys[lane + int32(32 * i)] if lane + int32(32 * i) < seen else uint32(0)
-
-    @device
-    def in_registers(mine, keys, seen, first, other, lane):
-        found = uint32(0)
-        for i in range(held):  # what is not there is 0, and less than any limit
-            if mine[i] >= first:
-                found = uint32(found + uint32(65536))
-            if mine[i] >= other:
-                found = uint32(found + uint32(1))
-        return over_lanes(found)
-
-    @device
-    def in_shared(mine, keys, seen, first, other, lane):
-        found = uint32(0)
-        for j in range(int32(lane), int32(seen), int32(32)):
-            key = keys[j]
-            if key >= first:
-                found = uint32(found + uint32(65536))
-            if key >= other:
-                found = uint32(found + uint32(1))
-        return over_lanes(found)
-
-    reaching = in_registers if held else in_shared
-
-    @device
-    def limits(mine, keys, seen, high, low, lane):
-        first = uint32(0) if high > int32(0) else uint32(MOST)
-        other = uint32(0) if low > int32(0) else uint32(MOST)
-        first_open, other_open = high > int32(0), low > int32(0)
-        bit = uint32(0x80000000)
-        while bit != uint32(0) and (first_open or other_open):
-            found = reaching(mine, keys, seen, uint32(first | bit), uint32(other | bit), lane)
-            reach, reach_other = int32(found >> uint32(16)), int32(found & uint32(0xFFFF))
-            if first_open and reach >= high:
-                first = uint32(first | bit)
-                first_open = reach > high
-            if other_open and reach_other >= low:
-                other = uint32(other | bit)
-                other_open = reach_other > low
-            bit = uint32(bit >> uint32(1))
-        return first, other
-
-    return hold, reaching, limits
 
 
 @cache
@@ -180,8 +95,8 @@ def classify_shared(tiles: int, d: int) -> int:
 
 @cache
 def make_classify(
-    d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, arch: str = "80", *,
-    broken: str = ""
+    d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, min_blocks: int = 2,
+    arch: str = "80", *, broken: str = "",
 ) -> Kernel:  # fmt: skip
     """``(q_means, k_means, classes, lists, counts, weights, rows, keys, critical, negligible, unit, causal)``: means
     float32 ``[B, H, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32 as classes, counts int32
@@ -192,6 +107,7 @@ def make_classify(
 
     Args:
         rows, held: of :func:`classify_rows` and :func:`classify_held`.
+        min_blocks: a multiprocessor, for which the compiler leaves registers.
         broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"``
             (of equal guesses all are taken).
     """
@@ -199,8 +115,7 @@ def make_classify(
     groups, numbers = pitch // 4, pitch * d
     enter, (hold, reaching, limits), size = make_enter(element, form, arch), make_limits(held), max(1, held)
     waits, meets, all_ties = broken != "wait", broken != "barrier", broken == "ties"
-    # Registers for as many blocks a multiprocessor, and numbers of a mean that a lane loads before it takes the first.
-    blocks, ahead = (3, 8) if rows > ROWS[0] else (4, 16)
+    ahead = 8 if rows > ROWS[0] else 16  # numbers of a mean that a lane loads before it takes the first
 
     @device
     def guess(guesses, means, k_from, tiles, seen, first, lane):
@@ -275,7 +190,7 @@ def make_classify(
         if lane == 0:
             counts[batch, head, tile] = at
 
-    @kernel(threads=CLASSIFY_THREADS, min_blocks=blocks, arch=arch, name="sparsity.sla classify")
+    @kernel(threads=CLASSIFY_THREADS, min_blocks=min_blocks, arch=arch, name="sparsity.sla classify")
     def classify(q_means, k_means, classes, lists, counts, weights, m, n, critical, negligible, unit, causal):
         guesses = cuda.shared.array(0, uint32)
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)

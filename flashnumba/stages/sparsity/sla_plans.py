@@ -34,7 +34,8 @@ __all__ = ["DEFAULT", "Options", "compile_cases", "plan_backward", "plan_forward
 
 CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
 """What kernels are compiled for."""
-OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back")
+OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back",
+            "sparsity.sla rows backward", "sparsity.sla classify")  # fmt: skip
 """Those that are others on sm_90, at D = 128."""
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
@@ -94,7 +95,7 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
     d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
     i, j = tiles_of(shape)
     attend, lists = sla_forward.forward_tiles(d, shape.arch), ("lists", "counts", "weights")
-    resident = sla_states.states_blocks(options.projected) * multiprocessors()
+    resident = sla_states.states_blocks(d, options.projected) * multiprocessors()
     launches = [
         Launch(
             sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch),
@@ -106,13 +107,12 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
         of_map = ("classes", *lists, "unit")
         launches.append(Launch(make_row_lists(element, options.form, arch), i * all_heads, 32, 0, of_map))
     else:
-        rows, shares = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
-        launches.append(
-            Launch(
-                make_classify(d, element, options.form, rows, classify_held(j), arch), -(-i // rows) * all_heads,
-                CLASSIFY_THREADS, classify_shared(j, d), ("q_means", "k_means", "classes", *lists, *shares),
-            )
-        )  # fmt: skip
+        rows, numbers = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
+        blocks = (4 if rows <= 8 else 3) if shape.arch == "90a" else 2  # a multiprocessor, by registers
+        classify = make_classify(d, element, options.form, rows, classify_held(j), blocks, arch)
+        of_map = ("q_means", "k_means", "classes", *lists, *numbers)
+        grid = -(-i // rows) * all_heads
+        launches.append(Launch(classify, grid, CLASSIFY_THREADS, classify_shared(j, d), of_map))
     launches += [
         sla_gather.plan_gather(shape, False),
         Launch(
@@ -130,11 +130,13 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     i, j = tiles_of(shape)
     of_rows, of_keys = sla_backward.dq_tiles(d, shape.arch), sla_backward.dkdv_tiles(d, shape.arch)
     statistics = ("delta", "origin", "bias")
+    of_rows_blocks = 3 if d > 64 and shape.arch == "90a" else 0  # where shared memory admits so many
     key_blocks, parts, linear = -(-j // KEY_THREADS) * all_heads, min(PARTS, j * all_heads), sla_linear_backward
     launches = [
         Launch(make_key_lists(), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
         Launch(
-            linear.make_rows(d, element, options.feature_map, arch), i * all_heads, 128, linear.rows_shared(d),
+            linear.make_rows(d, element, options.feature_map, of_rows_blocks, arch), i * all_heads, 128,
+            linear.rows_shared(d),
             ("do", "o", "q", "sums", "share", "dq", "dsums", "delta"),
         ),
         sla_gather.plan_gather(shape, True),
@@ -195,4 +197,5 @@ def compile_cases() -> Iterator[CompileCase]:
     yield from cases("float16", 128, ("90a",), OF_SM_90)
     yield from cases("bfloat16", 128, ("90a",), OF_SM_90)
     yield from cases("float16", 128, tuple(arch for arch in CLAIMED if arch != "90a"), OF_SM_90)
-    yield from cases("float16", 64, CLAIMED, (*OF_SM_90, "sparsity.sla dq", "sparsity.sla rows backward"))
+    of_both = "sparsity.sla states", "sparsity.sla rows backward", "sparsity.sla dq"
+    yield from cases("float16", 64, CLAIMED, (*OF_SM_90[:2], *of_both))
