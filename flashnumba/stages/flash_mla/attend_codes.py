@@ -19,10 +19,9 @@ from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, ld_shared_b32, shared_address, st_shared_b32, st_shared_f32
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.flash_mla.codes import make_code_steps
-from flashnumba.stages.flash_mla.leave import make_leave
+from flashnumba.stages.flash_mla.leave import make_leave, make_total
 from flashnumba.stages.flash_mla.pages import keys_of, make_hide, make_pages, turn
 from flashnumba.stages.flash_mla.sizes import BLOCK, PAGE, MLATiles
-from flashnumba.stages.flash_mla.steps import make_total
 from flashnumba.tiles.attention import ALIGNMENT, factor_of
 from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
 from flashnumba.tiles.reduce import lanes_sum

@@ -5,13 +5,27 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import global_address, st_global_b32, st_global_v2_f32
-from flashnumba.machine.numba import int32, int64, uint32, uint64
+from flashnumba.machine.instructions import global_address, ld_shared_f32, st_global_b32, st_global_v2_f32
+from flashnumba.machine.numba import float32, int32, int64, uint32, uint64
 from flashnumba.stages.flash_mla.sizes import MLATiles
 from flashnumba.tiles.attention import log_sum, share_of
 from flashnumba.tiles.elements import vectors
 
-__all__ = ["make_leave"]
+__all__ = ["make_leave", "make_total"]
+
+
+@cache
+def make_total(bm: int, parts: int) -> DeviceFunction:
+    """``total(stats, row) -> float32``: the sum of what ``parts`` parts of the keys left for one of ``bm`` rows."""
+
+    @device
+    def total(stats, row):
+        sum_of = float32(0)
+        for p in range(parts):
+            sum_of += ld_shared_f32(stats + uint32(4 * p * bm) + uint32(4) * row)
+        return sum_of
+
+    return total
 
 
 @cache

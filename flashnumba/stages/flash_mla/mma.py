@@ -1,8 +1,8 @@
 """The kernels of latent attention on tensor cores: decoding by parts of equal work, and prefill by tiles of rows.
 
 Both are :func:`flashnumba.stages.flash_mla.attend.make_attend`, or for few rows and 8 bits
-:func:`flashnumba.stages.flash_mla.attend_codes.make_attend_codes`, with another question of who does what. **Decoding** has
-few rows and many keys: as many blocks as fit the GPU at a time walk through the pieces of their part
+:func:`flashnumba.stages.flash_mla.attend_codes.make_attend_codes`, with another question of who does what. **Decoding**
+has few rows and many keys: as many blocks as fit the GPU at a time walk through the pieces of their part
 (:mod:`~flashnumba.stages.flash_mla.schedule`). With more rows than a tile holds, neighbouring blocks take the tiles of
 the same pages, which then come from L2 for all but the first. **Prefill** has many rows: a block for each tile of them,
 those of the last queries, which see most keys, first.

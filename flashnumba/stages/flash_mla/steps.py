@@ -26,6 +26,7 @@ from flashnumba.machine.instructions import (
     vote_any,
 )
 from flashnumba.machine.numba import cuda, float32, uint32
+from flashnumba.stages.flash_mla.leave import make_total
 from flashnumba.stages.flash_mla.sizes import MLATiles
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.online import NOTHING, anchor
@@ -33,7 +34,7 @@ from flashnumba.tiles.reduce import lanes_max, lanes_sum
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["LatentSteps", "make_steps", "make_total"]
+__all__ = ["LatentSteps", "make_steps"]
 
 
 class LatentSteps(NamedTuple):
@@ -296,17 +297,3 @@ def make_steps(tiles: MLATiles, element: str, arch: str = "80", broken: str = ""
     multiply_s = multiply_half if deep else multiply_qk
     return LatentSteps(q_lane, k_lane, p_lane, v_lane, clear, load_q, multiply_s, exchange, leave_maximum,
                        raise_maximum, weights, rescale, multiply_pv, leave_sum, make_total(bm, parts))  # fmt: skip
-
-
-@cache
-def make_total(bm: int, parts: int) -> DeviceFunction:
-    """``total(stats, row) -> float32``: the sum of what ``parts`` parts of the keys left for one of ``bm`` rows."""
-
-    @device
-    def total(stats, row):
-        sum_of = float32(0)
-        for p in range(parts):
-            sum_of += ld_shared_f32(stats + uint32(4 * p * bm) + uint32(4) * row)
-        return sum_of
-
-    return total
