@@ -82,19 +82,19 @@ def test_equal_weights_are_kept_in_order(machine):
 
 
 def test_many_blocks_and_heads_that_share_keys(machine):
-    """The choice alone, from mean tokens of zeros: of 40 equal blocks the first 36, which are more than a warp looks at
-    at once, for the heads of the first head of keys; all for those of the second, none of whose blocks is alike."""
-    q, k = np.zeros((1, 4, 5, 32), np.float16), np.zeros((1, 2, 40 * KEYS, 32), np.float16)
-    means = {"pooled_q": np.zeros((1, 4, 1, 32), np.float32), "pooled_k": np.zeros((1, 2, 32, 40), np.float32)}
-    alike = {"same_q": np.ones((1, 4, 1), np.float32), "same_k": np.ones((1, 2, 40), np.float32)}
+    """The choice alone, from mean tokens of zeros: of 80 equal blocks the first 70, which a warp looks at in three
+    turns, for the heads of the first head of keys; all for those of the second, none of whose blocks is alike."""
+    q, k = np.zeros((1, 4, 5, 32), np.float16), np.zeros((1, 2, 80 * KEYS, 32), np.float16)
+    means = {"pooled_q": np.zeros((1, 4, 1, 32), np.float32), "pooled_k": np.zeros((1, 2, 32, 80), np.float32)}
+    alike = {"same_q": np.ones((1, 4, 1), np.float32), "same_k": np.ones((1, 2, 80), np.float32)}
     alike["same_k"][0, 1] = 0
 
     def choice(shape):
-        return Plan((predict.choose_launch(shape, ROWS, KEYS, True),), {"mask": (1, 4, 1, 40)})
+        return Plan((predict.choose_launch(shape, ROWS, KEYS, True),), {"mask": (1, 4, 1, 80)})
 
-    given = means | alike | {"alike": 0.5, "kept": 36, "sink": False}
+    given = means | alike | {"alike": 0.5, "kept": 70, "sink": False}
     mask = run(choice, (q, k, k), given, machine=machine)[2]["mask"]
-    np.testing.assert_array_equal(mask[0, :, 0], [[1] * 36 + [0] * 4] * 2 + [[1] * 40] * 2)
+    np.testing.assert_array_equal(mask[0, :, 0], [[1] * 70 + [0] * 10] * 2 + [[1] * 80] * 2)
 
 
 @pytest.mark.parametrize("broken", predict.FAULTS)
