@@ -54,6 +54,9 @@ def test_planned_by_itself_from_strided_rows(machine):
     for other in (np.repeat(q, 2, axis=2)[:, :, ::2], np.repeat(q, 2, axis=3)[..., ::2]):
         got = mla.mla_decode(other, cache, table, seqlens, machine=machine)
         assert all(map(np.array_equal, got, expected))
+    odd = np.pad(q, ((0, 0), (0, 0), (0, 0), (0, 1)))[..., :-1]
+    taken = mla.host.q_view(odd, mla.describe(odd))
+    assert np.array_equal(taken, q) and not any(stride % 16 for stride in taken.strides[:3])
 
 
 def test_there_is_room_for_every_state(monkeypatch):

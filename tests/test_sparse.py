@@ -81,6 +81,20 @@ def test_leading_axes_and_nothing():
     assert few.shape == (5, 32)
     assert (warp_skip_attention(Q, K[:, :, :0], V[:, :, :0], threshold=0.5, backend="emulator") == 0).all()
     assert block_sparse_attention(Q[0], K[0], V[0], mask=MASK[0], backend="numpy").shape == (2, 200, 32)
+    for m, n in ((0, 200), (200, 0)):
+        o, info = sparge_attention(Q[:, :, :m], K[:, :, :n], V[:, :, :n], return_info=True, backend="numpy")
+        assert o.shape == (1, 2, m, 32) and (o == 0).all() and info.mask.shape == (1, 2, -(-m // 128), -(-n // 64))
+
+
+def test_what_is_no_number_by_numpy():
+    """A key that is NaN is not below any threshold; what the mask leaves out is not read."""
+    k, v = K.copy(), V.copy()
+    k[:, :, 150] = v[:, :, 64:128] = np.nan
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(blasst_attention(Q, k, V, threshold=0.01, backend="numpy")).all()
+    mask = np.ones((1, 2, 2, 4), bool)
+    mask[..., 1] = False
+    assert np.isfinite(block_sparse_attention(Q, K, v, mask=mask, backend="numpy")).all()
 
 
 def test_calibration_goes_through_its_points():

@@ -53,6 +53,7 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float | None = None, causal: boo
 def attend(s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray | None = None):
     """(o, lse) of scores where only ``kept`` ones count, or ``summed`` ones in the sum: bool ``[B, H, M, N]``."""
     v = np.repeat(v, s.shape[-3] // v.shape[-3], axis=-3).astype(np.float64)  # [B, H, N, D]
+    v = np.where(kept.any(-2)[..., None], v, 0)  # [B, H, N, D]; what no row keeps is not read, or 0 * NaN would be NaN
     of_sum = np.where(kept if summed is None else summed, s, -np.inf)  # [B, H, M, N]
     top = of_sum.max(-1, keepdims=True, initial=-np.inf)  # [B, H, M, 1]
     origin = np.where(np.isneginf(top), 0, top)  # [B, H, M, 1]
@@ -114,7 +115,7 @@ def skip(s: np.ndarray, rows: int, keys: int, threshold: float) -> np.ndarray:
         above = np.maximum(before, local)  # [..., R, rows]
         with np.errstate(invalid="ignore"):
             away = np.where(np.isneginf(local), -np.inf, local - above)  # [..., R, rows]
-        needed = away >= limit if threshold > 0 else ~np.isneginf(local)  # [..., R, rows]
+        needed = ~(away < limit) if threshold > 0 else ~np.isneginf(local)  # [..., R, rows]; a NaN needs its tile
         kept[..., j] = needed.any(-1)  # [..., R]
         before = np.where(kept[..., j, None], above, before)  # [..., R, rows]
     return kept
@@ -165,6 +166,8 @@ def predict(
 ) -> np.ndarray:  # fmt: skip
     """SpargeAttn's mask of blocks: bool ``[B, H, R, C]``, of visible blocks alone."""
     group, m, n = q.shape[-3] // k.shape[-3], q.shape[-2], k.shape[-2]
+    if 0 in (m, n):
+        return np.zeros((*q.shape[:-2], -(-m // rows), -(-n // keys)), bool)  # [B, H, R, C]
     same_q = alikeness(q, rows) > alike  # [B, H, R]
     same_k = np.repeat(alikeness(k, keys) > alike, group, -2)  # [B, H, C]
     mean_q = np.stack([x.mean(-2) for x in blocks_of(q, rows)], -2)  # [B, H, R, D]

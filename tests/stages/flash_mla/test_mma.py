@@ -38,11 +38,11 @@ def test_planted_fault_of_the_exchange(seed):
     assert caught(given, lambda: decode(given, DEEP, parts=1, broken="exchange", seed=seed)) == "Race"
 
 
-@pytest.mark.parametrize("parts", [1, 30])
-def test_parts(machine, parts):
+@pytest.mark.parametrize(("parts", "n"), [(1, 200), (30, 600)])
+def test_parts(machine, parts, n):
     """One block for all, and a part for each page: more of them than are merged at once, and the keys grow, so that
     the maximum rises behind the first of those."""
-    given = problem(ONE, 1, 3, [600, 3])
+    given = problem(ONE, 1, 3, [n, 3])
     for page, of_table in enumerate(given.table[0]):
         given.cache[of_table] *= 1 + page
     given.held[...] = given.cache

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from flashnumba.machine.emulator import Fault
-from flashnumba.stages.heads import Plan
 from flashnumba.stages.sparsity import mma, pool, predict
 from flashnumba.stages.sparsity import reference as R
 from tests.stages.sparsity.sparse_cases import right, run
@@ -64,6 +63,22 @@ def test_the_mask_is_the_references(machine, options):
     np.testing.assert_allclose(made["same_k"], R.alikeness(qkv[1], KEYS), atol=1e-5)
 
 
+def test_many_blocks_and_heads_that_share_keys(machine):
+    """The choice alone, from mean tokens of zeros: of 80 equal blocks the first 70, which a warp looks at in three
+    turns, for the heads of the first head of keys; all for those of the second, none of whose blocks is alike."""
+    q, k = np.zeros((1, 4, 5, 32), np.float16), np.zeros((1, 2, 80 * KEYS, 32), np.float16)
+    means = {"pooled_q": np.zeros((1, 4, 1, 32), np.float32), "pooled_k": np.zeros((1, 2, 32, 80), np.float32)}
+    alike = {"same_q": np.ones((1, 4, 1), np.float32), "same_k": np.ones((1, 2, 80), np.float32)}
+    alike["same_k"][0, 1] = 0
+
+    def choice(shape):
+        return mma.Plan((predict.choose_launch(shape, ROWS, KEYS, True),), {"mask": (1, 4, 1, 80)})
+
+    given = means | alike | {"alike": 0.5, "kept": 70, "sink": False}
+    mask = run(choice, (q, k, k), given, machine=machine)[2]["mask"]
+    np.testing.assert_array_equal(mask[0, :, 0], [[1] * 70 + [0] * 10] * 2 + [[1] * 80] * 2)
+
+
 @pytest.mark.parametrize("m, n", [(7, 1), (1, 33), (65, 31)])
 def test_short_sequences_and_tokens_of_zeros(machine, m, n):
     qkv = tokens(m, n)
@@ -79,22 +94,6 @@ def test_equal_weights_are_kept_in_order(machine):
     for options in ({"cdf": 0.5}, {"topk": 0.5}):
         _, _, made = predicted((q, k, v), alike=-1.0, **options, machine=machine)
         assert made["mask"].ravel().tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
-
-
-def test_many_blocks_and_heads_that_share_keys(machine):
-    """The choice alone, from mean tokens of zeros: of 40 equal blocks the first 36, which are more than a warp looks at
-    at once, for the heads of the first head of keys; all for those of the second, none of whose blocks is alike."""
-    q, k = np.zeros((1, 4, 5, 32), np.float16), np.zeros((1, 2, 40 * KEYS, 32), np.float16)
-    means = {"pooled_q": np.zeros((1, 4, 1, 32), np.float32), "pooled_k": np.zeros((1, 2, 32, 40), np.float32)}
-    alike = {"same_q": np.ones((1, 4, 1), np.float32), "same_k": np.ones((1, 2, 40), np.float32)}
-    alike["same_k"][0, 1] = 0
-
-    def choice(shape):
-        return Plan((predict.choose_launch(shape, ROWS, KEYS, True),), {"mask": (1, 4, 1, 40)})
-
-    given = means | alike | {"alike": 0.5, "kept": 36, "sink": False}
-    mask = run(choice, (q, k, k), given, machine=machine)[2]["mask"]
-    np.testing.assert_array_equal(mask[0, :, 0], [[1] * 36 + [0] * 4] * 2 + [[1] * 40] * 2)
 
 
 @pytest.mark.parametrize("broken", [*pool.FAULTS, *predict.FAULTS])
