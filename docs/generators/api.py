@@ -20,6 +20,10 @@ MACHINE = (
 """What of ``flashnumba.machine`` a kernel's author or user calls; the rest serves these."""
 
 
+ABSENT = "The machine that built this site has no PyTorch, so that nothing is here.\n"
+"""Instead of modules that cannot be imported."""
+
+
 def modules_of(package: str) -> list[str]:
     """A package and every module below it that opens with a docstring, outer ones first."""
     spec = find_spec(package)
@@ -80,7 +84,8 @@ def pages() -> dict[str, str]:
         "stages": stages(),
         "tiles": modules_of("flashnumba.tiles"),
         "machine": [f"flashnumba.machine.{name}" for name in MACHINE],
+        "torch": ["flashnumba.torch", "flashnumba.torch.sla"] if find_spec("torch") else [],
         "project": ["flashnumba.ladder", "flashnumba.compare", "flashnumba.data", *modules_of("flashnumba.bench")],
     }
     every = {name for names in groups.values() for name in names}
-    return {page: "\n".join(automodule(name, every) for name in names) for page, names in groups.items()}
+    return {page: "\n".join(automodule(name, every) for name in names) or ABSENT for page, names in groups.items()}

@@ -93,6 +93,8 @@ def test_bfloat16_and_what_sm_75_has(machine, name):
 
 @pytest.mark.parametrize("name", mma.PLANS)
 def test_the_tiles_that_are_launched(machine, name):
+    if machine == "emulator" and name in ("plain", "head_by_head", "paired", "longest_first"):
+        pytest.skip("tiles of persistent; the lesson and small tiles run every schedule")
     case = normal(130, 65, 64, np.float16, causal=True)
     assert_attention(run(mma.PLANS[name], case, machine, checks=False), case)
 
