@@ -56,7 +56,7 @@ def plan_split(shape: Shape) -> Plan:
     resident = 1 if tiles.teams > 1 else 0  # what shared memory has room for
     splits = splits_for(units, -(-shape.n // (tiles.bn * tiles.teams)), shape.multiprocessors, resident)
     arch = "90" if can_start_early(shape.arch) else "80"
-    kernel = make_split(tiles, shape.element, shape.vector, arch, even=shape.d == tiles.d, ahead=tiles.slots)
+    kernel = make_split(tiles, shape.element, shape.vector, arch, even=shape.d == tiles.d)
     merge = make_merge(tiles.d, shape.element, warps_for(splits), arch, wide=shape.d % 4 == 0)
     sizes = (splits, shape.batch, shape.heads, shape.m)
     return Plan(
