@@ -27,9 +27,14 @@ MASK = np.array([[1, 0, 1, 1], [1, 1, 0, 1]], bool)[None, None].repeat(2, 1)
 CALLS = {
     "blasst": (blasst_attention, {"threshold": 0.01}),
     "warp_skip": (warp_skip_attention, {"threshold": 0.01}),
+    "warp_skip, causal": (warp_skip_attention, {"threshold": 0.01, "causal": True}),
     "sparge": (sparge_attention, {"simthreshd1": 0.1, "cdfthreshd": 0.7}),
+    "sparge, skipping": (sparge_attention, {"simthreshd1": 0.1, "cdfthreshd": 1.0, "pvthreshd": 3.0}),
     "block_sparse": (block_sparse_attention, {"mask": MASK}),
 }
+
+SKIPPING = ("blasst", "warp_skip", "sparge, skipping")
+"""Those that leave out a tile whose scores they have; of the causal one each tile that a warp sees is needed."""
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -38,15 +43,19 @@ def test_numpy_and_kernels_agree(name):
     by_numpy, of_numpy = function(Q, K, V, **options, return_info=True, backend="numpy")
     o, info = function(Q, K, V, **options, return_info=True, backend="emulator")
     kept = R.expand(of_numpy.tile_map == COMPUTED, *of_numpy.tile, 200, 200)
-    summed = np.ones_like(kept) if name == "warp_skip" else kept
-    exact, low = R.attend(R.scores(Q, K), V, kept, summed)[0], R.low_precision(Q, K, V, kept, summed)[0]
+    causal = options.get("causal", False)
+    seen = ~np.isneginf(R.scores(Q, K, causal=causal))
+    kept &= seen
+    summed = seen if "warp_skip" in name else kept
+    exact = R.attend(R.scores(Q, K, causal=causal), V, kept, summed)[0]
+    low = R.low_precision(Q, K, V, kept, summed)[0]
     np.testing.assert_array_equal(by_numpy, exact.astype(np.float16))
     assert_close(o, exact, low, what=name)
     assert info.computed() > 0
-    if name in ("blasst", "warp_skip"):
-        assert info.tile == of_numpy.tile and info.skipped() > 0
+    if name != "block_sparse":
+        assert info.tile == of_numpy.tile and (info.skipped() > 0) == (name in SKIPPING)
         np.testing.assert_array_equal(info.tile_map, of_numpy.tile_map)
-    elif name == "sparge":
+    if name == "sparge":
         np.testing.assert_array_equal(info.mask, of_numpy.mask)
         assert info.mask.sum() < info.mask.size
     plain = function(Q, K, V, **options, backend="emulator")
@@ -79,7 +88,8 @@ def test_what_kernels_are_told(monkeypatch):
 def test_leading_axes_and_nothing():
     few = blasst_attention(Q[0, 0, :5], K[0, 0], V[0, 0], threshold=0.0, backend="numpy")
     assert few.shape == (5, 32)
-    assert (warp_skip_attention(Q, K[:, :, :0], V[:, :, :0], threshold=0.5, backend="emulator") == 0).all()
+    o, info = warp_skip_attention(Q, K[:, :, :0], V[:, :, :0], threshold=0.5, return_info=True, backend="emulator")
+    assert (o == 0).all() and info.computed() == 0 and info.skipped() == 0 and info.tile_map.shape == (1, 2, 7, 0)
     assert block_sparse_attention(Q[0], K[0], V[0], mask=MASK[0], backend="numpy").shape == (2, 200, 32)
     for m, n in ((0, 200), (200, 0)):
         o, info = sparge_attention(Q[:, :, :m], K[:, :, :n], V[:, :, :n], return_info=True, backend="numpy")
@@ -131,12 +141,15 @@ def test_no_calibration_that_goes_down(monkeypatch):
         (lambda: blasst_attention(Q, K, V), ValueError, "give one of the two"),
         (lambda: blasst_attention(Q, K, V, threshold=1.0), ValueError, "threshold is 1.0"),
         (lambda: blasst_attention(Q, K, V, threshold="a"), TypeError, "threshold is 'a'"),
-        (lambda: blasst_attention(Q, K, V, target_sparsity=1.0), ValueError, "share is 1.0"),
+        (lambda: blasst_attention(Q, K, V, target_sparsity=1.0), ValueError, "target_sparsity is 1.0"),
+        (lambda: blasst_attention(Q, K, V, target_sparsity=0.5, calibration=5), TypeError, "calibration is 5"),
+        (lambda: blasst_attention(Q, K, V, threshold=10**400), TypeError, "threshold is 1000"),
         (lambda: blasst_attention(Q, K, V, threshold=0.1, backend="gpu"), ValueError, "backend is 'gpu'"),
         (lambda: blasst_attention(Q, K, V, threshold=0.1, return_info=1), TypeError, "return_info is 1"),
         (lambda: warp_skip_attention(*(x.astype(np.float32) for x in (Q, K, V)), threshold=0.1), ValueError, "float32"),
         (lambda: warp_skip_attention(Q, K, V, threshold=0.1, keep_sum=0), TypeError, "keep_sum is 0"),
         (lambda: sparge_attention(Q, K, V, cdfthreshd=1.5), ValueError, "cdfthreshd is 1.5"),
+        (lambda: sparge_attention(Q, K, V, pvthreshd=1e-20), ValueError, "pvthreshd is 1e-20"),
         (lambda: sparge_attention(Q, K, V, topk=2.0), ValueError, "topk is 2.0"),
         (lambda: sparge_attention(Q, K, V, block_m=100), ValueError, "block_m is 100"),
         (lambda: block_sparse_attention(Q, K, V, mask=MASK[:, :1]), ValueError, "mask has shape"),

@@ -65,8 +65,12 @@ def blasst_attention(
     problem = prepare(q, k, v, causal, scale, backend, return_info)
     shape = problem.shape
     decoding = shape.m * shape.group <= DECODE_ROWS and int(shape.arch.rstrip("a")) >= 80
+    if calibration is not None and not isinstance(calibration, Calibration):
+        raise TypeError(f"calibration is {calibration!r}; it must be a Calibration, as calibrate() makes one")
     if target_sparsity is not None:
         check_number("target_sparsity", target_sparsity)
+        if not 0 <= target_sparsity < 1:
+            raise ValueError(f"target_sparsity is {target_sparsity!r}; it must be at least 0 and below 1")
         chosen = calibration or PUBLISHED["decode" if decoding else "prefill"]
         threshold = chosen.threshold(target_sparsity, shape.n)
     limit = limit_for(threshold)
@@ -179,8 +183,10 @@ def sparge_attention(
     """
     for name, value in (("simthreshd1", simthreshd1), ("cdfthreshd", cdfthreshd), ("pvthreshd", pvthreshd)):
         check_number(name, value)
-    if not 0 <= cdfthreshd <= 1 or not pvthreshd > 0:
-        raise ValueError(f"cdfthreshd is {cdfthreshd} and pvthreshd {pvthreshd}; they must be 0 to 1, and positive")
+    if not 0 <= cdfthreshd <= 1:
+        raise ValueError(f"cdfthreshd is {cdfthreshd}; it must be 0 to 1")
+    if not 2.0 ** -min(pvthreshd, 1000) < 1:
+        raise ValueError(f"pvthreshd is {pvthreshd}; it must be positive, and 2**-pvthreshd below 1")
     if topk is not None:
         check_number("topk", topk)
         if not 0 <= topk <= 1:
@@ -189,7 +195,7 @@ def sparge_attention(
         raise TypeError(f"attention_sink is {attention_sink!r}; it must be True or False")
     problem = prepare(q, k, v, causal, scale, backend, return_info)
     check_blocks(block_m, block_n)
-    threshold = 2.0**-pvthreshd
+    threshold = 2.0 ** -min(pvthreshd, 1000)
 
     def plan() -> Plan:
         from flashnumba.stages.sparsity.mma import plan_sparge

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ class SparseInfo:
     """What was left out.
 
     Attributes:
-        tile_map: uint8 ``[B, H, row tiles, key tiles]`` of q's kind, on its device; decoding has heads of k, and
-            rows of all query heads that share one. 1: computed; 2: scores only, left out then; 0: not looked
-            at, being hidden by the causal mask or off the list.
+        tile_map: uint8 ``[B, H, row tiles, key tiles]``, a torch tensor or CuPy array on q's device if q is one, else
+            of NumPy; decoding has heads of k, and rows of all query heads that share one. 1: computed; 2: scores
+            only, left out then; 0: not looked at, being hidden by the causal mask or off the list.
         tile: rows and keys of a tile.
         threshold: what was compared with, 0 if nothing was.
         mask: SpargeAttn's mask of blocks, uint8 ``[B, H, R, C]``; else None.
@@ -51,14 +52,18 @@ class SparseInfo:
 
 def check_number(name: str, value: Any) -> None:
     """TypeError if it is no finite number."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(float(value)):
-        raise TypeError(f"{name} is {value!r}; it must be a finite number")
+    try:
+        right = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(float(value))
+    except OverflowError:  # an int beyond all floats
+        right = False
+    if not right:
+        raise TypeError(f"{name} is {value!r:.40}; it must be a finite number")
 
 
 def check_blocks(block_m: Any, block_n: Any) -> None:
     """ValueError if a size of blocks is no positive multiple of 64."""
     for name, value in (("block_m", block_m), ("block_n", block_n)):
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value % 64:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value <= 0 or value % 64:
             raise ValueError(f"{name} is {value!r}; it must be a positive multiple of 64")
 
 
@@ -145,15 +150,16 @@ def run(
     keys: int = KEYS,
 ) -> Any:  # fmt: skip
     """Launch, or compute with NumPy; o, or (o, info)."""
+    import numpy as np
+
     from flashnumba.stages.sparsity import mma
     from flashnumba.stages.sparsity import problem as launching
 
     shape = problem.shape
+    empty = 0 in (shape.batch, shape.heads, shape.m, shape.n)
     if backend == "numpy" or (backend == "auto" and problem.machine == "emulator"):
         return _on_numpy(problem, by_numpy, threshold, return_info, keys, "mask" in given or "kept" in given)
-    if 0 in (shape.batch, shape.heads, shape.m, shape.n):
-        import numpy as np
-
+    if empty:
         for result, value in zip(problem.results, (0, -np.inf), strict=True):
             result[...] = value
         made: dict[str, Any] = {}
@@ -162,6 +168,7 @@ def run(
     o = problem.finish()[0]
     if not return_info:
         return o
+    from flashnumba.stages.sparsity import reference
     from flashnumba.stages.sparsity.decode import decode_tiles
     from flashnumba.tiles.sparse import unit_rows
     from flashnumba.tiles.sparse_split import TILE
@@ -171,7 +178,24 @@ def run(
     else:
         tiles = mma.sparse_tiles(shape, rows, keys)
         tile = unit_rows(tiles, vote), tiles.bn
-    return o, SparseInfo(made.get("tile_map"), tile, threshold, made.get("mask", given.get("mask")))
+    if empty:
+        lines, heads = (shape.m * shape.group, shape.kv_heads) if decoding else (shape.m, shape.heads)
+        found = np.zeros((shape.batch, heads, -(-lines // tile[0]), -(-shape.n // tile[1])), np.uint8)
+        tile_map = _beside(found, next(iter(problem.arrays.values())))
+    else:
+        tile_map = made["tile_map"]
+        if shape.causal and not decoding:  # a warp goes with its block over tiles of which it sees nothing
+            visible = reference.visible_blocks(shape.m, shape.n, *tile, True).astype(np.uint8)
+            tile_map = tile_map * _beside(visible, tile_map)
+    return o, SparseInfo(tile_map, tile, threshold, made.get("mask", given.get("mask")))
+
+
+def _beside(array: Any, other: Any) -> Any:
+    """A NumPy array as one of the other's kind, where that is."""
+    library = type(other).__module__.split(".")[0]
+    if library == "torch":
+        return sys.modules["torch"].from_numpy(array).to(other.device)
+    return sys.modules["cupy"].asarray(array) if library == "cupy" else array
 
 
 def _on_numpy(
@@ -186,6 +210,9 @@ def _on_numpy(
     s = reference.scores(q, k, problem.scale, problem.shape.causal)  # [B, H, M, N]
     seen = ~np.isneginf(s)  # [B, H, M, N]
     kept = reference.expand(blocks, rows, keys, *s.shape[-2:]) & seen  # [B, H, M, N]
+    if given_mask and threshold:  # the warp's own skip among the blocks that were chosen
+        chosen, needed = kept, reference.skip(np.where(kept, s, -np.inf), WARP_ROWS, KEYS, threshold)
+        kept = chosen & reference.expand(needed, WARP_ROWS, KEYS, *s.shape[-2:])  # [B, H, M, N]
     o, lse = reference.attend(s, v, kept, seen if keep_sum else kept)
     problem.arrays["o"].view(q.dtype)[...] = o
     problem.arrays["lse"][...] = lse
@@ -193,7 +220,12 @@ def _on_numpy(
     if not return_info:
         return result
     shape = problem.shape
-    visible = reference.visible_blocks(shape.m, shape.n, rows, keys, shape.causal)  # [R, C]
-    other = 0 if given_mask else np.where(visible, 2, 0)  # [R, C]
-    tile_map = np.where(blocks & visible, 1, other).astype(np.uint8)  # [B, H, R, C]
-    return result, SparseInfo(tile_map, (rows, keys), threshold, blocks.astype(np.uint8) if given_mask else None)
+    if given_mask and threshold:
+        looked_at = reference.skip(np.where(chosen, s, -np.inf), WARP_ROWS, KEYS, 0.0)  # what a row sees
+        tile, tile_map = (WARP_ROWS, KEYS), np.where(needed & looked_at, 1, np.where(looked_at, 2, 0))
+    else:
+        tile, visible = (rows, keys), reference.visible_blocks(shape.m, shape.n, rows, keys, shape.causal)  # [R, C]
+        tile_map = np.where(blocks & visible, 1, 0 if given_mask else np.where(visible, 2, 0))  # [B, H, R, C]
+    made = [tile_map.astype(np.uint8), blocks.astype(np.uint8) if given_mask else None]
+    tile_map, mask = (None if x is None else _beside(x, result) for x in made)
+    return result, SparseInfo(tile_map, tile, threshold, mask)
