@@ -336,12 +336,16 @@ plt.show()
 # %%
 measured = lesson.results("sparsity")
 for size in (measured or {}).get("sizes", []):
-    print(f"\n{size['n']} tokens" + (", decoding" if "nbytes" in size else ""))
+    kind = (
+        "decoding" if "nbytes" in size else "SLA" if size.get("method") == "sla" else "causal" if size["causal"] else ""
+    )
+    print(f"\n{size['n']} tokens, {size['heads']} heads{', ' if kind else ''}{kind}")
     for m in size["measured"]:
         if m["seconds"]:
             left, gain = m.get("skipped"), m.get("of_dense")
             words = [f"{left:.0%} left out"] if left is not None else []
-            words += [f"{gain:.2f} x dense"] if gain else []
+            if gain:
+                words += [f"{1 / gain:.1%} of dense" if "prediction" in m["name"] else f"{gain:.2f} x dense"]
             print(f"  {m['name']:28} {m['seconds'] * 1e3:8.3f} ms  {', '.join(words)}")
 
 # %% [markdown]
@@ -463,7 +467,7 @@ lesson.check("packed", packed_is_right)
 #
 # | | the notes | the papers |
 # | --- | --- | --- |
-# | BLASST | no cost where nothing is left out | 0.96 x of dense in decoding on an H200; the vote is paid in each tile |
+# | BLASST | no cost where nothing is left out | 0.99 x of dense in decoding on an H200; the vote is paid in each tile |
 # | who decides | each warp, after pooling and classes | BLASST: a tile's rows. SpargeAttn: pooling, then a warp |
 # | similar tokens | are merged | are averaged to predict, and never merged |
 # | V of what is left out | is not read | in decoding; prefill reads it |
