@@ -62,17 +62,17 @@ def show_source(
 
     Args:
         what: a kernel that a factory made shows the kernel's body; the factory itself shows everything.
-        part: show a device function that ``what`` calls, by its name there.
+        part: show a device function that ``what`` calls, by its name there; with dots, one that that one calls.
         first, last: words in the first and the last line to show; all lines by default.
 
     Raises:
         ValueError: ``what`` calls nothing of that name, or no line has these words.
     """
-    if part:
+    for name in part.split(".") if part else ():
         found = {name: value for name, value in named_values(_plain(what)) if isinstance(value, DeviceFunction)}
-        if part not in found:
-            raise ValueError(f"{_plain(what).__name__} calls no device function {part!r}; it calls {', '.join(found)}")
-        what = found[part]
+        if name not in found:
+            raise ValueError(f"{_plain(what).__name__} calls no device function {name!r}; it calls {', '.join(found)}")
+        what = found[name]
     function = inspect.unwrap(_plain(what))
     lines, start = inspect.getsourcelines(function)
     a = _line_with(first, lines, 0) if first else 0

@@ -31,6 +31,7 @@ Source: DeepSeek, FlashMLA, README; DeepSeek-V2, arXiv 2405.04434.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from flashnumba.machine.streams import stream_handle
 from flashnumba.stages.flash_mla import cache as writing
 from flashnumba.stages.flash_mla import checks, host
 from flashnumba.stages.flash_mla.sizes import DV, PAGE, D, token_bytes
-from flashnumba.stages.host import check_machine, machine_of, refuse_gradients
+from flashnumba.stages.host import check_machine, library_stream, machine_of, refuse_gradients
 
 __all__ = ["MLACache", "Plan", "mla_decode", "mla_prefill", "plan"]
 
@@ -198,6 +199,19 @@ class MLACache:
         self.cache_seqlens = host.placed(self._lengths.astype(np.int32), self._like)
         self._plans.clear()
 
+    def _in_use(self, stream: Any, *more: Any) -> None:
+        """Tables are replaced while a stream may still read them: torch's allocator is told, which else gives their
+        memory to the next who asks on the current stream; with CuPy the host waits for the stream."""
+        if stream is None or self._like.kind not in ("torch-cuda", "cupy"):
+            return
+        with library_stream(self._like, stream):
+            if self._like.kind == "cupy":
+                sys.modules["cupy"].cuda.get_current_stream().synchronize()
+                return
+            here = sys.modules["torch"].cuda.current_stream(self._like.device)
+            for table in (self.block_table, self.cache_seqlens, *more):
+                table.record_stream(here)
+
     def append(self, rows: Any, *, stream: Any = None) -> None:
         """Put new tokens behind those of each request.
 
@@ -239,6 +253,7 @@ class MLACache:
             rows, cache, host.placed(table, self._like, stream), self.cache_seqlens, code=self._code, machine=machine,
             arch=arch, stream=stream,
         )  # fmt: skip
+        self._in_use(stream)
         self._table, self._free, self._lengths = table, free, grown
         self._upload()
 
@@ -272,7 +287,9 @@ class MLACache:
         found = describe(q, "q")
         checks.check_q(found)
         made = self.plan(max(1, found.shape[1] * found.shape[2]))
-        return mla_decode(
+        results = mla_decode(
             q, self.k_cache, self.block_table, self.cache_seqlens, DV, *made, softmax_scale, causal,
             is_fp8_kvcache=self.fmt is not None, fmt=self.fmt or "e4m3", machine=self._machine, stream=stream,
         )  # fmt: skip
+        self._in_use(stream, *made)
+        return results

@@ -269,13 +269,13 @@ lesson.show_source(mma_large, first="for _ in range((k + bk - 1)", last="multipl
 
 # %%
 wgmma_large = wgmma.plan_of(Shape.packed("float16", 4096, 4096, 4096), wgmma.LARGE).kernel
-lesson.show_source(wgmma_large, part="produce", first="while tile <", last="tile = uint32(tile")
+lesson.show_source(wgmma_large, part="run.produce", first="while tile <", last="tile = uint32(tile")
 
 # %% [markdown]
 # and two consumers, each with 64 rows of the block's 128:
 
 # %%
-lesson.show_source(wgmma_large, part="consume", first="while tile <", last="tile = uint32(tile")
+lesson.show_source(wgmma_large, part="run.consume", first="while tile <", last="tile = uint32(tile")
 
 # %% [markdown]
 # Two barriers a slot carry it: `full` says that the bytes have come, `empty` that the products are done with them.

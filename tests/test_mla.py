@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -214,3 +218,20 @@ def test_a_cache_refuses_and_stays_as_it_was(monkeypatch):
     grown.append(rows)
     assert grown.lengths.tolist() == [65] and grown.pages_in_use == 2
     assert cache.lengths.tolist() == [60] and cache.pages_in_use == 1
+
+
+def test_tables_that_a_stream_may_still_read(monkeypatch):
+    """Each that is replaced later is reported to torch's allocator as in use on the caller's stream."""
+    cache = mla.MLACache(2, 1, 64, like=np.empty(0, np.float16), machine="emulator")
+    told = []
+    tables = [SimpleNamespace(record_stream=lambda stream, at=at: told.append((at, stream))) for at in range(4)]
+    cache.block_table, cache.cache_seqlens = tables[:2]
+    cache._in_use("side", *tables[2:])
+    assert told == [], "in host memory nothing is freed before it was read"
+    cache._like = SimpleNamespace(kind="torch-cuda", device=0)
+    monkeypatch.setattr("flashnumba.mla.library_stream", lambda found, stream: nullcontext())
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(current_stream=lambda device: "it")))
+    cache._in_use(None, *tables[2:])
+    assert told == [], "the current stream is the allocator's own"
+    cache._in_use("side", *tables[2:])
+    assert told == [(at, "it") for at in range(4)]

@@ -91,6 +91,10 @@ def test_leading_axes_and_nothing():
     o, info = warp_skip_attention(Q, K[:, :, :0], V[:, :, :0], threshold=0.5, return_info=True, backend="emulator")
     assert (o == 0).all() and info.computed() == 0 and info.skipped() == 0 and info.tile_map.shape == (1, 2, 7, 0)
     assert block_sparse_attention(Q[0], K[0], V[0], mask=MASK[0], backend="numpy").shape == (2, 200, 32)
+    nobody = np.zeros((1, 0, 4, 32), np.float16)
+    for backend in ("numpy", "emulator"):
+        o, info = blasst_attention(nobody, nobody, nobody, threshold=0.1, return_info=True, backend=backend)
+        assert o.shape == nobody.shape and info.computed() == 0
     for m, n in ((0, 200), (200, 0)):
         o, info = sparge_attention(Q[:, :, :m], K[:, :, :n], V[:, :, :n], return_info=True, backend="numpy")
         assert o.shape == (1, 2, m, 32) and (o == 0).all() and info.mask.shape == (1, 2, -(-m // 128), -(-n // 64))
@@ -150,6 +154,7 @@ def test_no_calibration_that_goes_down(monkeypatch):
         (lambda: warp_skip_attention(Q, K, V, threshold=0.1, keep_sum=0), TypeError, "keep_sum is 0"),
         (lambda: sparge_attention(Q, K, V, cdfthreshd=1.5), ValueError, "cdfthreshd is 1.5"),
         (lambda: sparge_attention(Q, K, V, pvthreshd=1e-20), ValueError, "pvthreshd is 1e-20"),
+        (lambda: sparge_attention(Q, K, V, pvthreshd=-2000), ValueError, "pvthreshd is -2000"),
         (lambda: sparge_attention(Q, K, V, topk=2.0), ValueError, "topk is 2.0"),
         (lambda: sparge_attention(Q, K, V, block_m=100), ValueError, "block_m is 100"),
         (lambda: block_sparse_attention(Q, K, V, mask=MASK[:, :1]), ValueError, "mask has shape"),

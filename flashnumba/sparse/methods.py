@@ -185,7 +185,7 @@ def sparge_attention(
         check_number(name, value)
     if not 0 <= cdfthreshd <= 1:
         raise ValueError(f"cdfthreshd is {cdfthreshd}; it must be 0 to 1")
-    if not 2.0 ** -min(pvthreshd, 1000) < 1:
+    if not (pvthreshd > 0 and 2.0 ** -min(pvthreshd, 1000) < 1):
         raise ValueError(f"pvthreshd is {pvthreshd}; it must be positive, and 2**-pvthreshd below 1")
     if topk is not None:
         check_number("topk", topk)

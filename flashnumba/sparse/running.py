@@ -168,7 +168,6 @@ def run(
     o = problem.finish()[0]
     if not return_info:
         return o
-    from flashnumba.stages.sparsity import reference
     from flashnumba.stages.sparsity.decode import decode_tiles
     from flashnumba.tiles.sparse import unit_rows
     from flashnumba.tiles.sparse_split import TILE
@@ -181,21 +180,50 @@ def run(
     if empty:
         lines, heads = (shape.m * shape.group, shape.kv_heads) if decoding else (shape.m, shape.heads)
         found = np.zeros((shape.batch, heads, -(-lines // tile[0]), -(-shape.n // tile[1])), np.uint8)
-        tile_map = _beside(found, next(iter(problem.arrays.values())))
+        tile_map = _beside(found, o)
     else:
         tile_map = made["tile_map"]
         if shape.causal and not decoding:  # a warp goes with its block over tiles of which it sees nothing
-            visible = reference.visible_blocks(shape.m, shape.n, *tile, True).astype(np.uint8)
-            tile_map = tile_map * _beside(visible, tile_map)
+            tile_map = _without_hidden(tile_map, shape, *tile)
+    if hasattr(tile_map, "copy_to_host"):  # Numba's arrays cannot be compared
+        tile_map = tile_map.copy_to_host()
     return o, SparseInfo(tile_map, tile, threshold, made.get("mask", given.get("mask")))
+
+
+def _without_hidden(tile_map: Any, shape: Any, rows: int, keys: int) -> Any:
+    """The map with 0 where the causal mask hides a tile from all its rows. Nothing is brought from the host, so that it
+    can be part of a CUDA graph."""
+    import numpy as np
+
+    across, down = tile_map.shape[-1], tile_map.shape[-2]
+    reach = shape.n - shape.m
+    if _library(tile_map) == "torch":
+        torch = sys.modules["torch"]
+        last = torch.arange(1, down + 1, device=tile_map.device).mul(rows).clamp(max=shape.m)  # [R]
+        seen = torch.arange(across, device=tile_map.device).mul(keys) < (last + reach)[:, None]  # [R, C]
+        return tile_map * seen.to(torch.uint8)
+    if _library(tile_map) == "cupy":
+        cupy = sys.modules["cupy"]
+        with tile_map.device:
+            last = cupy.minimum(cupy.arange(1, down + 1) * rows, shape.m)
+            return tile_map * (cupy.arange(across) * keys < (last + reach)[:, None]).astype(cupy.uint8)
+    last = np.minimum(np.arange(1, down + 1) * rows, shape.m)
+    seen = (np.arange(across) * keys < (last + reach)[:, None]).astype(np.uint8)
+    return (tile_map.copy_to_host() if hasattr(tile_map, "copy_to_host") else tile_map) * seen
+
+
+def _library(array: Any) -> str:
+    return type(array).__module__.split(".")[0]
 
 
 def _beside(array: Any, other: Any) -> Any:
     """A NumPy array as one of the other's kind, where that is."""
-    library = type(other).__module__.split(".")[0]
-    if library == "torch":
+    if _library(other) == "torch":
         return sys.modules["torch"].from_numpy(array).to(other.device)
-    return sys.modules["cupy"].asarray(array) if library == "cupy" else array
+    if _library(other) == "cupy":
+        with other.device:
+            return sys.modules["cupy"].asarray(array)
+    return array
 
 
 def _on_numpy(

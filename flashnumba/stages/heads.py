@@ -72,7 +72,7 @@ class Shape:
     @property
     def group(self) -> int:
         """Query heads that share one head of keys and values."""
-        return self.heads // self.kv_heads
+        return self.heads // max(1, self.kv_heads)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: 
     machine, cast = "emulator" if backend == "emulator" else "auto", None if proj is None else proj.detach().to(q.dtype)
     o, kept = sla.forward(
         aligned(q), aligned(k), aligned(v), None if cast is None else cast.contiguous(), options, causal=causal,
-        scale=scale, classes=classes, machine=machine,
+        scale=scale, classes=None if classes is None else classes.contiguous(), machine=machine,
     )  # fmt: skip
     names = LEFT if classes is not None else ("classes", *LEFT)
     return o, [kept.arrays[name] for name in names]
@@ -67,7 +67,7 @@ def backward(
         "k": aligned(k),
         "v": aligned(v),
         "o": o.detach(),
-        "classes": classes,
+        "classes": classes.contiguous(),
         **dict(zip(LEFT, left, strict=True)),
     }
     if proj is not None:

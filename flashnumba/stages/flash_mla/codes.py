@@ -16,7 +16,8 @@ bits passes through shared memory behind two more barriers, are not exchanged at
 Codes become float16 by one instruction for two, exactly. So Q has to be float16 too, and is brought into its range by
 a power of two for each row and block; its rotated part stays as it is. P times a scale must not vanish in float16
 either: it is written in units of a power of two above all scales seen so far, and O is kept in these; where a larger
-scale comes, O is multiplied, as for a new maximum.
+scale comes, O is multiplied, as for a new maximum. That unit is one for all keys: a key whose scale is 2^-14 of the
+largest loses bits of P, and one of 2^-24 its weight, which tokens of a normalised latent do not come near.
 
 A row of the tile is 656 bytes, an odd multiple of 16, so eight of them at one column meet no bank twice, as they are.
 What a word of a row, or of a transposed one, becomes, and which product takes it: :mod:`flashnumba.tiles.fp8_halves`.

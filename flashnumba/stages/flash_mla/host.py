@@ -196,7 +196,8 @@ def prepare_decode(
     asked, (machine, arch) = machine, machine_of(machine, of_q, "q")
     rows = of_q.shape[1] * of_q.shape[2]
     if metadata is None and num_splits is None:
-        metadata, num_splits = make_plan(cache_seqlens, max(1, rows), code, asked)
+        with library_stream(of_q, stream):  # where the lengths are ready, and whose parts they stay
+            metadata, num_splits = make_plan(cache_seqlens, max(1, rows), code, asked)
     check_plan(of_q, metadata, num_splits, cache_seqlens)
     with library_stream(of_q, stream):
         o = empty_like_kind(q, (*of_q.shape[:3], DV))

@@ -43,7 +43,7 @@ __all__ = ["alikeness", "attend", "by_blocks", "expand", "low_precision", "predi
 def scores(q: np.ndarray, k: np.ndarray, scale: float | None = None, causal: bool = False) -> np.ndarray:
     """Scaled scores, -inf where a row must not look: ``[B, H, M, N]`` float64."""
     m, n = q.shape[-2], k.shape[-2]
-    k = np.repeat(k, q.shape[-3] // k.shape[-3], axis=-3)  # [B, H, N, D]
+    k = np.repeat(k, q.shape[-3] // max(1, k.shape[-3]), axis=-3)  # [B, H, N, D]
     s = q.astype(np.float64) @ k.astype(np.float64).swapaxes(-1, -2)  # [B, H, M, N]
     s = s * (1 / sqrt(q.shape[-1]) if scale is None else scale)  # [B, H, M, N]
     seen = np.arange(n) <= np.arange(m)[:, None] + n - m if causal else np.ones((m, n), bool)  # [M, N]
@@ -52,7 +52,7 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float | None = None, causal: boo
 
 def attend(s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray | None = None):
     """(o, lse) of scores where only ``kept`` ones count, or ``summed`` ones in the sum: bool ``[B, H, M, N]``."""
-    v = np.repeat(v, s.shape[-3] // v.shape[-3], axis=-3).astype(np.float64)  # [B, H, N, D]
+    v = np.repeat(v, s.shape[-3] // max(1, v.shape[-3]), axis=-3).astype(np.float64)  # [B, H, N, D]
     v = np.where(kept.any(-2)[..., None], v, 0)  # [B, H, N, D]; what no row keeps is not read, or 0 * NaN would be NaN
     of_sum = np.where(kept if summed is None else summed, s, -np.inf)  # [B, H, M, N]
     top = of_sum.max(-1, keepdims=True, initial=-np.inf)  # [B, H, M, 1]
@@ -71,7 +71,9 @@ def low_precision(
     """:func:`attend` from q, k and v as a GPU does it: the model of
     :func:`flashnumba.stages.flash_forward.reference.low_precision`, with scores left out. ``kept`` and ``summed`` hold
     visible scores alone. Returns o of q's dtype, 16 bits, and lse float32."""
-    k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3).astype(np.float32) for x in (k, v))  # [B, H, N, D], twice
+    k, v = (
+        np.repeat(x, q.shape[-3] // max(1, x.shape[-3]), axis=-3).astype(np.float32) for x in (k, v)
+    )  # [B, H, N, D], twice
     s = in_order(q.astype(np.float32), k.swapaxes(-1, -2), 16)  # [B, H, M, N]
     s = s * np.float32(1 / sqrt(q.shape[-1]) if scale is None else scale)  # [B, H, M, N]
     s = np.where(kept if summed is None else summed, s, np.float32(-np.inf))  # [B, H, M, N]
@@ -165,7 +167,7 @@ def predict(
     topk: float | None = None, sink: bool = False, scale: float | None = None, causal: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """SpargeAttn's mask of blocks: bool ``[B, H, R, C]``, of visible blocks alone."""
-    group, m, n = q.shape[-3] // k.shape[-3], q.shape[-2], k.shape[-2]
+    group, m, n = q.shape[-3] // max(1, k.shape[-3]), q.shape[-2], k.shape[-2]
     if 0 in (m, n):
         return np.zeros((*q.shape[:-2], -(-m // rows), -(-n // keys)), bool)  # [B, H, R, C]
     same_q = alikeness(q, rows) > alike  # [B, H, R]

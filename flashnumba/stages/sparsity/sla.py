@@ -274,8 +274,9 @@ def check(found: dict[str, Described], causal: bool, *, kernels: bool = True) ->
 def check_classes(classes: Any, shape: Shape, of_q: Described) -> Any:
     """A map of the caller's, as kernels take it."""
     found, wanted = describe(classes, "classes"), (shape.batch, shape.heads, *tiles_of(shape))
-    if found.element != "int8" or found.shape != wanted or found.device != of_q.device:
+    if found.element != "int8" or found.shape != wanted or found.device != of_q.device or not found.contiguous:
         raise ValueError(
-            f"classes is {found.element} of shape {found.shape}; it must be int8 of shape {wanted}, in one place with q"
+            f"classes is {found.element} of shape {found.shape} and strides {found.strides}; it must be int8 of shape "
+            f"{wanted}, packed, in one place with q"
         )
     return classes

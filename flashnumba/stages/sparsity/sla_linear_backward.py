@@ -1,9 +1,9 @@
 """The gradients of SLA's linear part, which come before those of the softmax part and leave theirs in dq, dk and dv.
 
-``rows``        for each row tile: g, w, dphi(Q), through phi to dq; and dH_i and dZ_i. Also delta of the softmax part:
-                what it has of rowsum(dO o O) once that of the linear part is taken away.
-``keys``        for each key tile, after ``gather`` has summed dh: dphi(K_j), through phi to dk; and dv.
-``project``     dproj, in as many parts as there are blocks, and ``add_up`` adds these in order.
+- ``rows``, for each row tile: g, w, dphi(Q), through phi to dq; and dH_i and dZ_i. Also delta of the softmax part: what
+  it has of rowsum(dO o O) once that of the linear part is taken away.
+- ``keys``, for each key tile, after ``gather`` has summed dh: dphi(K_j), through phi to dk; and dv.
+- ``project``: dproj, in as many parts as there are blocks, and ``add_up`` adds these in order.
 
 Equations are those of :mod:`flashnumba.stages.sparsity.sla_reference` with values V proj, which rows know nothing of.
 Each tile is read once; products of 64 x D x D are 2 for a row tile and 2 for a key tile, or 4 and one of ``project``
