@@ -168,8 +168,9 @@ def make_copy_tile(
         chunk = uint32(cuda.threadIdx.x) % uint32(together)
         for i in range(steps):
             index = row0 + int64(row) + int64(i * rows_at_once)
-            query = int64(uint32(index) // uint32(group))
-            origin = source + query * row_step + (index - query * group) * head_step
+            query = uint32(index) // uint32(group)
+            head = uint32(index) - query * uint32(group)
+            origin = source + int64(query) * row_step + int64(head) * head_step
             for g in range(groups):
                 column = int64(8) * int64(chunk) + int64(8 * together * g)
                 there = int32(min(int64(16), max(int64(0), int64(2) * (columns_left - column))))
