@@ -74,7 +74,7 @@ def make_copy_tile(
         packed: rows are those of several heads in turn. Three arguments follow, ``row0, group, head_step``: row r of
             the tile is row ``(row0 + r) // group`` of head ``(row0 + r) % group``, and there are ``rows_left`` from row
             0 on.
-        order: of each 16 rows, as :class:`flashnumba.tiles.attention.Order` counts them: row ``8 t + 2 q + i`` of the
+        order: of each 16 rows, as :class:`flashnumba.tiles.sizes.Order` counts them: row ``8 t + 2 q + i`` of the
             tile is row ``order[0] q + order[1] t + order[2] i`` of the source. As they are if None.
         nbytes: of an element, 2; or 1 with ``vector`` 16.
         teams: each ``threads`` neighbouring threads of the block, a power of two, copy a tile of their own.

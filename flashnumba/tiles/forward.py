@@ -22,7 +22,7 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, Steps, log_sum, make_steps
+from flashnumba.tiles.attention import Steps, log_sum, make_steps
 from flashnumba.tiles.chain import P_LOG2, STRIDED, make_chain, order_for
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.descale import make_descales
@@ -32,6 +32,7 @@ from flashnumba.tiles.fp8_halves import make_copy_as_float16, with_halves
 from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide, make_store
 from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import ALIGNMENT, NATURAL, AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]

@@ -11,9 +11,10 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import ld_shared_v4, st_global_b16, st_global_v4, st_shared_b32, syncwarp
 from flashnumba.machine.numba import cuda, int32, int64, uint16, uint32, uint64
-from flashnumba.tiles.attention import AttentionTiles, share_of
+from flashnumba.tiles.attention import share_of
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["make_hide", "make_store"]

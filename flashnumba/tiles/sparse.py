@@ -32,10 +32,11 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, ld_global_b32, shared_address, shfl_idx
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import factor_of, log_sum, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_copy_whole, make_waiting
 from flashnumba.tiles.rows import make_hide, make_store
 from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.skip import VOTES, make_agree, make_needs, make_shut_out
 
 __all__ = ["COMPUTED", "FAULTS", "SKIPPED", "make_sparse_attend", "unit_rows"]

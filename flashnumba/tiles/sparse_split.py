@@ -25,11 +25,12 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import global_address, shared_address, st_global_f32, vote_any
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
+from flashnumba.tiles.attention import factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.dependency import make_trigger
 from flashnumba.tiles.reduce import lanes_max
 from flashnumba.tiles.rows import make_hide
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.skip import make_shut_out
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 from flashnumba.tiles.split import SPLIT_ARGS

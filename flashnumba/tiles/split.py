@@ -34,7 +34,7 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
 from flashnumba.machine.instructions import bulk_prefetch, global_address, shared_address, syncwarp
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, make_steps
+from flashnumba.tiles.attention import make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.dependency import can_start_early, make_trigger, make_wait, nothing
 from flashnumba.tiles.descale import make_descales
@@ -42,6 +42,7 @@ from flashnumba.tiles.fp8_convert import make_halves
 from flashnumba.tiles.fp8_halves import make_copy_as_float16, with_halves
 from flashnumba.tiles.parts import make_leave
 from flashnumba.tiles.rows import make_hide
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 
 __all__ = ["FAULTS", "MOST_SPLITS", "SPLIT_ARGS", "make_split", "splits_for"]
 

@@ -19,8 +19,8 @@ from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.backward.mma_parts import address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_dq"]
 

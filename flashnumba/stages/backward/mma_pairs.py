@@ -40,8 +40,8 @@ from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter
 from flashnumba.stages.backward.mma_parts import address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.sizes import ALIGNMENT
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "make_pairs"]

@@ -41,8 +41,9 @@ from flashnumba.stages.flash_mla.load import make_convert
 from flashnumba.stages.flash_mla.pages import keys_of, make_hide, make_pages, turn
 from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.stages.flash_mla.steps import make_steps
-from flashnumba.tiles.attention import ALIGNMENT, factor_of
+from flashnumba.tiles.attention import factor_of
 from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_attend"]
 

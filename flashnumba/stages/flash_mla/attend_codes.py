@@ -22,9 +22,10 @@ from flashnumba.stages.flash_mla.codes import make_code_steps
 from flashnumba.stages.flash_mla.leave import make_leave, make_total
 from flashnumba.stages.flash_mla.pages import keys_of, make_hide, make_pages, turn
 from flashnumba.stages.flash_mla.sizes import BLOCK, PAGE, MLATiles
-from flashnumba.tiles.attention import ALIGNMENT, factor_of
+from flashnumba.tiles.attention import factor_of
 from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
 from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["CODE_FAULTS", "make_attend_codes"]
 

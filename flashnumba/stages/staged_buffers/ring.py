@@ -17,11 +17,12 @@ from flashnumba.machine.instructions import global_address, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.staged_buffers import reference
 from flashnumba.stages.staged_buffers.slices import StagedTiles, make_slice_steps
-from flashnumba.tiles.attention import ALIGNMENT, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import factor_of, log_sum, make_steps
 from flashnumba.tiles.copy_strips import make_copy_strips
 from flashnumba.tiles.copy_tile import copies_ahead, make_waiting
 from flashnumba.tiles.marks import ANY, COPY, LOG, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
 from flashnumba.tiles.rows import make_hide
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_staged"]
 
