@@ -17,9 +17,10 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_parts import make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.rows import address_of
 from flashnumba.tiles.schedule import seen_keys
 from flashnumba.tiles.sizes import ALIGNMENT
 

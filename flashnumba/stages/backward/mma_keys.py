@@ -12,8 +12,9 @@ from typing import NamedTuple
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import lane_id, ld_shared_v2_f32, ldmatrix_x4_trans, st_shared_b32
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32
-from flashnumba.stages.backward.mma_parts import Parts, address_of
+from flashnumba.stages.backward.mma_parts import Parts
 from flashnumba.stages.backward.mma_tiles import Tiles
+from flashnumba.tiles.rows import address_of
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 

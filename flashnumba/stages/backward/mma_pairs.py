@@ -38,9 +38,10 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import bar_arrive, bar_sync, ldmatrix_x4, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter, make_walk
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_parts import make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.rows import address_of
 from flashnumba.tiles.sizes import ALIGNMENT
 from flashnumba.tiles.swizzle import swizzle
 
