@@ -149,6 +149,7 @@ def test_on_another_stream(cuda_torch):
     first, cache = (mla.MLACache(32, 2, 1024, like=rows) for _ in range(2))
     first.append(rows)
     expected = first.decode(q)
+    side.wait_stream(torch.cuda.current_stream())
     cache.append(rows, stream=side)
     busy()
     got = cache.decode(q, stream=side)

@@ -86,12 +86,18 @@ def test_what_kernels_are_told(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["decoding", "warp_skip, causal", "sparge, skipping"])
-def test_what_is_left_out_in_a_graph(cuda_torch, name):
+@pytest.mark.parametrize(
+    "function, rows, options",
+    [
+        (blasst_attention, 2, {"threshold": 0.02}),
+        (warp_skip_attention, 700, {"threshold": 0.01, "causal": True}),
+        (sparge_attention, 700, {"simthreshd1": 0.1, "cdfthreshd": 0.7, "pvthreshd": 3.0}),
+    ],
+)
+def test_what_is_left_out_in_a_graph(cuda_torch, function, rows, options):
     """A capture refuses what waits for the host; a map that is made in it says what each replay left out."""
     torch = cuda_torch
-    function, options = CALLS.get(name, (blasst_attention, {"threshold": 0.02}))
-    rows, runs, maps = 2 if name == "decoding" else 700, [], []
+    runs, maps = [], []
     for seed in range(3):
         qkv = structured(1000, 64, heads=4, kv_heads=2, seed=seed)
         runs.append([torch.from_numpy(np.ascontiguousarray(x)).cuda() for x in (qkv[0][:, :, -rows:], *qkv[1:])])
