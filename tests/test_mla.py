@@ -133,7 +133,7 @@ def test_on_another_stream(cuda_torch):
     def busy():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            torch.cuda._sleep(100_000_000)
+            torch.cuda._sleep(400_000_000)
 
     q, pages, table, seqlens = (torch.from_numpy(x).cuda() for x in arrays(2, 1, 16, (900, 64)))
     expected = mla.mla_decode(q, pages, table, seqlens)
