@@ -53,8 +53,9 @@ from flashnumba.stages.flash_forward.simt_tiles import Tiles
 from flashnumba.stages.flash_forward.split import plan_split
 from flashnumba.stages.flash_forward.split import tiles_for as split_tiles
 from flashnumba.tiles import online, reduce
-from flashnumba.tiles.attention import AttentionTiles, make_steps
+from flashnumba.tiles.attention import make_steps
 from flashnumba.tiles.forward import make_attend, tiles_for
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import place_of
 
 lesson.style()

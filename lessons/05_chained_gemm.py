@@ -48,7 +48,8 @@ from flashnumba.stages.chained_gemm.mma import make_chained
 from flashnumba.stages.figures import BLUE, ORANGE
 from flashnumba.stages.flash_forward.reference import dense, low_precision
 from flashnumba.tiles import chain
-from flashnumba.tiles.attention import AttentionTiles, make_steps
+from flashnumba.tiles.attention import make_steps
+from flashnumba.tiles.sizes import AttentionTiles
 
 lesson.style()
 stage = find("chained_gemm")

@@ -48,8 +48,8 @@ from flashnumba.stages.figures import BLUE, GREEN, GREY, ORANGE
 from flashnumba.stages.flash_forward import count
 from flashnumba.stages.flash_forward.reference import dense, low_precision
 from flashnumba.tiles import schedule, scheduled
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import tiles_for
+from flashnumba.tiles.sizes import AttentionTiles
 
 lesson.style()
 stage = find("causal_balance")

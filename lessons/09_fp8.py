@@ -49,8 +49,8 @@ from flashnumba.stages.flash_forward.reference import dense
 from flashnumba.stages.fp8 import codec, count, mma, panels, reference, scales, study
 from flashnumba.tiles import fp8 as by_columns
 from flashnumba.tiles import fp8_convert, fp8_halves
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.descale import make_descales
+from flashnumba.tiles.sizes import AttentionTiles
 
 lesson.style()
 stage = find("fp8")

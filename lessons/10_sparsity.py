@@ -51,7 +51,7 @@ from flashnumba.stages.sparsity import (
     sla_stage,
 )
 from flashnumba.tiles import skip, sparse
-from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.sizes import AttentionTiles
 
 lesson.style()
 stage = find("sparsity")

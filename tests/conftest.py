@@ -26,6 +26,16 @@ def machine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def cuda_torch():
+    """torch, where it has a GPU."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch is a CPU build")
+    torch.manual_seed(0)
+    return torch
+
+
+@pytest.fixture
 def fake_torch(monkeypatch):
     """A stand-in for torch whose current stream on device d is 1000 + d."""
     fake = Torch()

@@ -126,14 +126,6 @@ def test_what_fails_is_not_remembered(once, fake_gpu, fake_torch):
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
-@pytest.fixture
-def cuda_torch():
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("torch is a CPU build")
-    return torch
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(("m", "n"), [(700, 1500), (1, 4000), (1500, 700)])
@@ -167,6 +159,44 @@ def test_graph_capture(cuda_torch, size):
         q.normal_()
         graph.replay()
         assert torch.equal(o, attention(q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ahead", ["a copy", "two kernels", "a kernel and a copy", "decoding"])
+def test_decoding_in_a_graph(cuda_torch, ahead):
+    """Its kernels start before the one ahead has ended, which a graph notes at the edge between two kernels. Here the
+    one ahead is no kernel, or there are two on streams that meet, or it is one that starts early too."""
+    torch = cuda_torch
+    sizes = (1, 32, 1, 128), (1, 4, 16384, 128), (1, 4, 16384, 128)
+    given, (q, k, v) = ([torch.randn(size, device="cuda", dtype=torch.float16) for size in sizes] for _ in range(2))
+
+    def decode():
+        side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+        if ahead == "a copy":
+            for to, x in zip((v, q, k), (given[2], *given), strict=False):
+                to.copy_(x)
+        elif ahead == "decoding":
+            return attention(attention(given[0], *given[1:]), *given[1:])
+        else:
+            side.wait_stream(here)
+            torch.mul(given[0], 1, out=q)
+            torch.mul(given[1], 1, out=k)
+            with torch.cuda.stream(side):
+                v.copy_(given[2]) if ahead == "a kernel and a copy" else torch.mul(given[2], 1, out=v)
+            here.wait_stream(side)
+        return attention(q, k, v)
+
+    decode()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = decode()
+    for _ in range(3):
+        for x in given:
+            x.normal_()
+        graph.replay()
+        got = o.clone()
+        expected = attention(*given)
+        assert torch.equal(got, attention(expected, *given[1:]) if ahead == "decoding" else expected)
 
 
 @pytest.mark.gpu

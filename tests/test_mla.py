@@ -99,6 +99,68 @@ def test_the_same_bits_every_time(heads, fmt):
     assert all(map(np.array_equal, first, mla.mla_decode(q, moved, order[table].astype(np.int32), seqlens, **given)))
 
 
+@pytest.mark.gpu
+def test_decoding_in_a_graph(cuda_torch):
+    """Twice in turn behind a copy into the cache; lengths, and with them the plan, stay as they are."""
+    torch = cuda_torch
+    q, cache, table, seqlens = (torch.from_numpy(x).cuda() for x in arrays(2, 1, 16, (900, 64)))
+    cache.nan_to_num_()
+    made, other = mla.plan(seqlens, 16), cache.clone()
+
+    def decode(cache):
+        first, _ = mla.mla_decode(q, cache, table, seqlens, 512, *made)
+        return mla.mla_decode(torch.nn.functional.pad(first, (0, 64)), cache, table, seqlens, 512, *made)
+
+    decode(other)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        other.copy_(cache)
+        got = decode(other)
+    for _ in range(3):
+        q.normal_()
+        cache.normal_()
+        graph.replay()
+        assert all(map(torch.equal, got, decode(cache)))
+
+
+@pytest.mark.gpu
+def test_on_another_stream(cuda_torch):
+    """The caller is ahead of it: lengths that are not there yet are waited for, to plan by them; and tables that a
+    cache has replaced, of which the current stream would be given the memory, stay until they were read."""
+    torch = cuda_torch
+    side = torch.cuda.Stream()
+
+    def busy():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(400_000_000)
+
+    q, pages, table, seqlens = (torch.from_numpy(x).cuda() for x in arrays(2, 1, 16, (900, 64)))
+    expected = mla.mla_decode(q, pages, table, seqlens)
+    late = torch.zeros_like(seqlens)
+    busy()
+    with torch.cuda.stream(side):
+        late.copy_(seqlens)
+    got = mla.mla_decode(q, pages, table, late, stream=side)
+    side.synchronize()
+    assert all(map(torch.equal, got, expected))
+
+    rows = torch.randn(2, 900, 576, device="cuda", dtype=torch.float16)
+    first, cache = (mla.MLACache(32, 2, 1024, like=rows) for _ in range(2))
+    first.append(rows)
+    expected = first.decode(q)
+    side.wait_stream(torch.cuda.current_stream())
+    cache.append(rows, stream=side)
+    busy()
+    got = cache.decode(q, stream=side)
+    assert not side.query(), "decoding is to come"
+    sizes = [x.shape for x in (cache.block_table, cache.cache_seqlens, *cache.plan(16))]
+    cache.free(0)
+    spoilt = [torch.zeros(size, dtype=torch.int32, device="cuda") for size in 8 * sizes]
+    side.synchronize()
+    assert len(spoilt) == 32 and all(map(torch.equal, got, expected))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_prefill(machine, causal):
     """Two tiles of rows, the second not full; with the mask the first rows see no key at all."""

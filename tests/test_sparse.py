@@ -20,7 +20,7 @@ from flashnumba.sparse import (
     warp_skip_attention,
 )
 from flashnumba.stages.sparsity import reference as R
-from flashnumba.tiles.sparse import COMPUTED
+from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 
 Q, K, V = structured(200, 32, heads=2, kv_heads=1)
 MASK = np.array([[1, 0, 1, 1], [1, 1, 0, 1]], bool)[None, None].repeat(2, 1)
@@ -83,6 +83,38 @@ def test_what_kernels_are_told(monkeypatch):
     for rows, name in ((200, "prefill"), (3, "decode")):
         blasst_attention(Q[:, :, -rows:], K, V, target_sparsity=0.1, backend="emulator")
         assert told.pop() == {"limit": np.log2(PUBLISHED[name].threshold(0.1, 200))}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "function, rows, options",
+    [
+        (blasst_attention, 2, {"threshold": 0.02}),
+        (warp_skip_attention, 700, {"threshold": 0.01, "causal": True}),
+        (sparge_attention, 700, {"simthreshd1": 0.1, "cdfthreshd": 0.7, "pvthreshd": 3.0}),
+    ],
+)
+def test_what_is_left_out_in_a_graph(cuda_torch, function, rows, options):
+    """A capture refuses what waits for the host; a map that is made in it says what each replay left out."""
+    torch = cuda_torch
+    runs, maps = [], []
+    for seed in range(3):
+        qkv = structured(1000, 64, heads=4, kv_heads=2, seed=seed)
+        runs.append([torch.from_numpy(np.ascontiguousarray(x)).cuda() for x in (qkv[0][:, :, -rows:], *qkv[1:])])
+    given = [x.clone() for x in runs[0]]
+    function(*given, **options, return_info=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, info = function(*given, **options, return_info=True)
+    for run in runs[1:]:
+        for to, x in zip(given, run, strict=True):
+            to.copy_(x)
+        graph.replay()
+        same, anew = function(*run, **options, return_info=True)
+        assert torch.equal(o, same) and torch.equal(info.tile_map, anew.tile_map)
+        assert (info.mask is None) == (anew.mask is None) and (info.mask is None or torch.equal(info.mask, anew.mask))
+        maps.append(info.tile_map.clone())
+    assert all((x == SKIPPED).any() for x in maps) and not torch.equal(*maps), "each replay leaves out its own"
 
 
 def test_leading_axes_and_nothing():

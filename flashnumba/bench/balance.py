@@ -30,8 +30,8 @@ from flashnumba.machine.emulator import as_python
 from flashnumba.stages.causal_balance.mma import PLANS, at_once, balanced_tiles, plan_balanced, stack_for
 from flashnumba.stages.causal_balance.reference import block_work, dispatch, row_work
 from flashnumba.stages.heads import Plan, Shape, prepared
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.schedule import SCHEDULES, heads_near
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["Model", "calibrate", "environment", "kernels", "measure", "predicted", "problems", "records",
            "schedule_of", "tiles_of"]  # fmt: skip

@@ -1,6 +1,6 @@
 """From S's accumulators to P's operand: three ways to hand over, between the two products of an attention kernel.
 
-With the rows of K in another order than the natural one (:class:`flashnumba.tiles.attention.Order`), or with 8-bit
+With the rows of K in another order than the natural one (:class:`flashnumba.tiles.sizes.Order`), or with 8-bit
 elements, the four lanes of a row hold P otherwise than the second product wants it. Count in units of 16 bits: one
 float16 or bfloat16, or two neighbouring e4m3. Of 16 units of a row (16 keys, or 32) ::
 
@@ -48,8 +48,9 @@ from flashnumba.machine.instructions import (
     syncwarp,
 )
 from flashnumba.machine.numba import cuda, float32, int32, uint16, uint32
-from flashnumba.tiles.attention import NATURAL, AttentionTiles, Order, Steps
+from flashnumba.tiles.attention import Steps
 from flashnumba.tiles.elements import vectors
+from flashnumba.tiles.sizes import NATURAL, AttentionTiles, Order
 from flashnumba.tiles.swizzle import make_place
 from flashnumba.tiles.tensor import make_multiply
 

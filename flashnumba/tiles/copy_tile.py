@@ -74,7 +74,7 @@ def make_copy_tile(
         packed: rows are those of several heads in turn. Three arguments follow, ``row0, group, head_step``: row r of
             the tile is row ``(row0 + r) // group`` of head ``(row0 + r) % group``, and there are ``rows_left`` from row
             0 on.
-        order: of each 16 rows, as :class:`flashnumba.tiles.attention.Order` counts them: row ``8 t + 2 q + i`` of the
+        order: of each 16 rows, as :class:`flashnumba.tiles.sizes.Order` counts them: row ``8 t + 2 q + i`` of the
             tile is row ``order[0] q + order[1] t + order[2] i`` of the source. As they are if None.
         nbytes: of an element, 2; or 1 with ``vector`` 16.
         teams: each ``threads`` neighbouring threads of the block, a power of two, copy a tile of their own.
@@ -168,8 +168,9 @@ def make_copy_tile(
         chunk = uint32(cuda.threadIdx.x) % uint32(together)
         for i in range(steps):
             index = row0 + int64(row) + int64(i * rows_at_once)
-            query = int64(uint32(index) // uint32(group))
-            origin = source + query * row_step + (index - query * group) * head_step
+            query = uint32(index) // uint32(group)
+            head = uint32(index) - query * uint32(group)
+            origin = source + int64(query) * row_step + int64(head) * head_step
             for g in range(groups):
                 column = int64(8) * int64(chunk) + int64(8 * together * g)
                 there = int32(min(int64(16), max(int64(0), int64(2) * (columns_left - column))))

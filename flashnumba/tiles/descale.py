@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.numba import float32, int64, uint32
-from flashnumba.tiles.attention import SMALLEST, AttentionTiles, factor_of
+from flashnumba.tiles.attention import SMALLEST, factor_of
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["BLOCK", "SCALED", "Descales", "make_descales"]
 

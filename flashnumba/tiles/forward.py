@@ -20,9 +20,9 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import global_address, shared_address
+from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.tiles.attention import ALIGNMENT, NATURAL, AttentionTiles, Steps, log_sum, make_steps
+from flashnumba.tiles.attention import Steps, make_steps
 from flashnumba.tiles.chain import P_LOG2, STRIDED, make_chain, order_for
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.descale import make_descales
@@ -30,8 +30,9 @@ from flashnumba.tiles.fp8 import make_copy_by_columns, with_values_by_columns
 from flashnumba.tiles.fp8_convert import make_halves
 from flashnumba.tiles.fp8_halves import make_copy_as_float16, with_halves
 from flashnumba.tiles.marks import ANY, COPY, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
-from flashnumba.tiles.rows import make_hide, make_store
+from flashnumba.tiles.rows import address_of, make_hide, make_store, make_store_sums
 from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import ALIGNMENT, NATURAL, AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "check_element", "make_attend", "tier", "tiles_for"]
@@ -97,7 +98,7 @@ def make_attend(
     keep, softmax_pv = make_chain(chain, tiles, inside, steps, arch, broken)
     softmax_pv = _make_marked(tiles, steps) if traced else _make_unmarked(softmax_pv)
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
-    row_total = steps.total
+    store_sums = make_store_sums(tiles, steps.total, 2.0**-P_LOG2 if eight else 1.0)
     next_row = int(broken != "causal")
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
     out = "bfloat16" if eight or halves else element
@@ -114,7 +115,7 @@ def make_attend(
     copy_v = make_copy_tile(bn, d, threads, vector, arch, even=even, nbytes=stored)
     if eight:
         copy_v = make_copy_by_columns(tiles)
-    slot_bytes, weight, apart = tiles.slot, 2.0**-P_LOG2, eight and broken != "o_barrier"
+    slot_bytes, apart = tiles.slot, eight and broken != "o_barrier"
     o_regs, s_regs, rows_held, q_regs = frags * d // 2, frags * bn // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     no_barrier, no_v_barrier, early = broken == "barrier", broken == "v_barrier", broken == "early_copy"
     swapped, no_sign = broken == "stride", broken == "sign"
@@ -135,9 +136,8 @@ def make_attend(
         m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
         row0, offset = block * bm, n_rows - m_rows
         head_kv = head // (q.shape[1] // k.shape[1])
-        q_from = int64(global_address(q)) + batch * q.strides[0] + head * q.strides[1] + row0 * q.strides[2]
-        k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
-        v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        q_from, k_from = address_of(q, batch, head, row0), address_of(k, batch, head_kv, int64(0))
+        v_from = address_of(v, batch, head_kv, int64(0))
         v_row, v_column = v.strides[2], v.strides[3]
         if swapped:
             v_row, v_column = v.strides[3], v.strides[2]
@@ -218,16 +218,10 @@ def make_attend(
 
         mark(log, STORE, last, ANY)
         scale_output(acc, v_descale, batch, head_kv, (last - 1) * bn)
-        for r in range(rows_held):
-            row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
-            total = row_total(l[r])
-            if (lane & 3) == 0 and row < m_rows:
-                if eight:
-                    total *= float32(weight)  # without the factor of the weights
-                lse[batch, head, row] = log_sum(m[r], total, factor)
+        store_sums(lse, m, l, factor, batch, head, row0 + warp_row + (lane >> 2), m_rows, lane)
         if apart:
             cuda.syncthreads()  # nobody reads K any more: O takes twice the room of Q
-        o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
+        o_from = address_of(o, batch, head, row0)
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 
     @device

@@ -17,8 +17,9 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import ldmatrix_x4
 from flashnumba.machine.numba import cuda, uint32
-from flashnumba.tiles.attention import AttentionTiles, Steps
+from flashnumba.tiles.attention import Steps
 from flashnumba.tiles.copy_tile import make_copy_tile
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 

@@ -22,8 +22,9 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import ld_global_v4, ldmatrix_x4, ldmatrix_x4_trans, st_shared_v4
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
-from flashnumba.tiles.attention import AttentionTiles, Steps, make_softmax_pv
+from flashnumba.tiles.attention import Steps, make_softmax_pv
 from flashnumba.tiles.fp8_convert import make_halves
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 

@@ -20,10 +20,10 @@ from flashnumba.machine.instructions import (
     st_shared_v4_f32,
 )
 from flashnumba.machine.numba import cuda, float32, int64, uint32, uint64
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.merge import make_weight
 from flashnumba.tiles.online import NOTHING
 from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["make_leave"]
 

@@ -9,14 +9,54 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import ld_shared_v4, st_global_b16, st_global_v4, st_shared_b32, syncwarp
-from flashnumba.machine.numba import cuda, int32, int64, uint16, uint32, uint64
-from flashnumba.tiles.attention import AttentionTiles, share_of
+from flashnumba.machine.instructions import (
+    global_address,
+    ld_shared_v4,
+    st_global_b16,
+    st_global_v4,
+    st_shared_b32,
+    syncwarp,
+)
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint16, uint32, uint64
+from flashnumba.tiles.attention import log_sum, share_of
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 
-__all__ = ["make_hide", "make_store"]
+__all__ = ["address_of", "make_hide", "make_store", "make_store_sums"]
+
+
+@device
+def address_of(x, batch, head, row):
+    """The address of a row of a 4-D array, int64."""
+    return int64(global_address(x)) + batch * x.strides[0] + head * x.strides[1] + row * x.strides[2]
+
+
+@cache
+def make_store_sums(tiles: AttentionTiles, total: DeviceFunction, weight: float = 1.0) -> DeviceFunction:
+    """``store_sums(lse, m, l, factor, batch, head, row, rows, lane)``: the logarithm of each row's sum, written.
+
+    The lane's first row is ``row``, and the head has ``rows``; m and l are as :class:`flashnumba.tiles.attention.Steps`
+    leaves them.
+
+    Args:
+        total: of ``Steps``.
+        weight: a factor that the sums are in units of, to be divided by.
+    """
+    rows_held, weighted = 2 * tiles.frags, weight != 1
+
+    @device
+    def store_sums(lse, m, l, factor, batch, head, row, rows, lane):
+        for r in range(rows_held):
+            at = row + (16 * (r // 2) + 8 * (r % 2))
+            sum_of_row = total(l[r])
+            if (lane & 3) == 0 and at < rows:
+                if weighted:
+                    sum_of_row *= float32(weight)
+                lse[batch, head, at] = log_sum(m[r], sum_of_row, factor)
+
+    return store_sums
 
 
 @cache

@@ -12,10 +12,10 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
 from flashnumba.machine.instructions import atom_add_acq_rel_gpu_u32, global_address, grid_dependency_wait
 from flashnumba.machine.numba import cuda, int32, int64, uint32
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.elements import ITEMSIZE
 from flashnumba.tiles.forward import make_attend
 from flashnumba.tiles.schedule import SCHEDULES, heads_near
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["FAULTS", "clear", "make_place", "make_scheduled"]
 

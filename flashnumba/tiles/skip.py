@@ -33,8 +33,8 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import bar_arrive, bar_sync, vote_any
 from flashnumba.machine.numba import cuda, float32, int32, uint32
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.online import NOTHING
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["FAULTS", "FEWEST", "VOTES", "make_agree", "make_needs", "make_shut_out"]
 

@@ -32,10 +32,11 @@ from functools import cache
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import global_address, ld_global_b32, shared_address, shfl_idx
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_copy_whole, make_waiting
-from flashnumba.tiles.rows import make_hide, make_store
+from flashnumba.tiles.rows import address_of, make_hide, make_store, make_store_sums
 from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.skip import VOTES, make_agree, make_needs, make_shut_out
 
 __all__ = ["COMPUTED", "FAULTS", "SKIPPED", "make_sparse_attend", "unit_rows"]
@@ -84,7 +85,7 @@ def make_sparse_attend(
         steps.clear, steps.negate_q, steps.load_q, steps.multiply_qk, steps.flatten
     )  # fmt: skip
     raise_to, exponentials, multiply_pv, find_tops = steps.raise_to, steps.exponentials, steps.multiply_pv, steps.tops
-    softmax_pv, row_total = steps.softmax_pv, steps.total
+    softmax_pv, store_sums = steps.softmax_pv, make_store_sums(tiles, steps.total)
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     needs, shut_out = make_needs(tiles, broken), make_shut_out(tiles, broken)
     agree = make_agree(tiles, vote, broken)
@@ -168,9 +169,8 @@ def make_sparse_attend(
         m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
         row0, offset = block * bm, n_rows - m_rows
         head_kv = head // (q.shape[1] // k.shape[1])
-        q_from = int64(global_address(q)) + batch * q.strides[0] + head * q.strides[1] + row0 * q.strides[2]
-        k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
-        v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        q_from, k_from = address_of(q, batch, head, row0), address_of(k, batch, head_kv, int64(0))
+        v_from = address_of(v, batch, head_kv, int64(0))
 
         end, whole = seen_keys(row0, bm, n_rows, offset, causal, next_row)
         last, numbers = (end + (bn - 1)) // bn, uint64(0)
@@ -278,12 +278,8 @@ def make_sparse_attend(
             if noted and noting and lane == 0:
                 tile_map[batch, head, (row0 + warp_row) // unit, j] = uint8(COMPUTED if needed else SKIPPED)
 
-        for r in range(rows_held):
-            row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
-            total = row_total(l[r])
-            if (lane & 3) == 0 and row < m_rows:
-                lse[batch, head, row] = log_sum(m[r], total, factor)
-        o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
+        store_sums(lse, m, l, factor, batch, head, row0 + warp_row + (lane >> 2), m_rows, lane)
+        o_from = address_of(o, batch, head, row0)
         store(o_from, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, lane, m_rows - row0, columns)
 
     return attend

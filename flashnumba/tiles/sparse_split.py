@@ -25,11 +25,12 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import global_address, shared_address, st_global_f32, vote_any
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, make_steps
+from flashnumba.tiles.attention import factor_of, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.dependency import make_trigger
 from flashnumba.tiles.reduce import lanes_max
-from flashnumba.tiles.rows import make_hide
+from flashnumba.tiles.rows import address_of, make_hide
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.skip import make_shut_out
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 from flashnumba.tiles.split import SPLIT_ARGS
@@ -133,9 +134,8 @@ def make_sparse_split(
         row0 = block * bm
         head_kv = (rest // blocks) % k.shape[1]
         batch = rest // blocks // k.shape[1]
-        q_from = int64(global_address(q)) + batch * q.strides[0] + head_kv * group * q.strides[1]
-        k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
-        v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        q_from = address_of(q, batch, head_kv * group, int64(0))
+        k_from, v_from = address_of(k, batch, head_kv, int64(0)), address_of(v, batch, head_kv, int64(0))
         end, whole = n_rows, n_rows
         if causal != 0:
             end = min(n_rows, max(int64(0), (min(row0 + bm, rows) - 1) // group + 1 + offset))

@@ -32,16 +32,17 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, Kernel, device, kernel
-from flashnumba.machine.instructions import bulk_prefetch, global_address, shared_address, syncwarp
+from flashnumba.machine.instructions import bulk_prefetch, shared_address, syncwarp
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, make_steps
+from flashnumba.tiles.attention import make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.dependency import can_start_early, make_trigger, make_wait, nothing
 from flashnumba.tiles.descale import make_descales
 from flashnumba.tiles.fp8_convert import make_halves
 from flashnumba.tiles.fp8_halves import make_copy_as_float16, with_halves
 from flashnumba.tiles.parts import make_leave
-from flashnumba.tiles.rows import make_hide
+from flashnumba.tiles.rows import address_of, make_hide
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 
 __all__ = ["FAULTS", "MOST_SPLITS", "SPLIT_ARGS", "make_split", "splits_for"]
 
@@ -170,9 +171,8 @@ def make_split(
         row0 = int64(rest - unit * blocks) * bm
         batch = int64(unit // kv_heads)
         head_kv = int64(unit) - batch * int64(kv_heads)
-        q_from = int64(global_address(q)) + batch * q.strides[0] + head_kv * group * q.strides[1]
-        k_from = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
-        v_from = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        q_from = address_of(q, batch, head_kv * group, int64(0))
+        k_from, v_from = address_of(k, batch, head_kv, int64(0)), address_of(v, batch, head_kv, int64(0))
         end, whole = n_rows, n_rows
         if causal != 0:
             end = min(n_rows, max(int64(0), (min(row0 + bm, rows) - 1) // group + 1 + offset))

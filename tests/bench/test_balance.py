@@ -13,7 +13,7 @@ from flashnumba.bench.balance import Model, model_of, predicted  # noqa: E402
 from flashnumba.bench.heads import CUDNN, FA2  # noqa: E402
 from flashnumba.stages.causal_balance import mma  # noqa: E402
 from flashnumba.stages.heads import Shape  # noqa: E402
-from flashnumba.tiles.attention import AttentionTiles  # noqa: E402
+from flashnumba.tiles.sizes import AttentionTiles  # noqa: E402
 from tests.bench.fakes import HostClock  # noqa: E402
 
 TINY = AttentionTiles(32, 32, 32, warps=2)

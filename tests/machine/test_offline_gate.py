@@ -32,19 +32,7 @@ SPILLS_THAT_PAY: dict[tuple[str, str], int] = {
     # Two words of V are under way at a time. On sm_90a that spills nothing and is 1.11 times as fast; on sm_100a it was
     # not measured, for want of one.
     ("fp8.emulated e4m3fn d 128, tiles for sm_100a", "100a"): 8,
-    # The tiles of flash_forward.mma, which theirs have to be bit for bit: 0.97 to 1.03 of its speed with nothing left
-    # out on an H200. blasst for sm_90a reloads them for the last tile's mask alone.
-    ("sparsity.blasst float16 d 128, tiles for sm_90a", "90a"): 16,
-    ("sparsity.blasst bfloat16 d 128, tiles for sm_90a", "90a"): 16,
-    ("sparsity.warp_skip float16 d 128, tiles for sm_90a", "90a"): 16,
-    ("sparsity.warp_skip_sum float16 d 128, tiles for sm_90a", "90a"): 20,
-    ("sparsity.blasst float16 d 128, tiles for sm_80", "80"): 8,
-    ("sparsity.blasst float16 d 128, tiles for sm_86", "86"): 8,
-    ("sparsity.blasst float16 d 128, tiles for sm_86", "89"): 8,
-    # Latent attention keeps 64 rows of O in 128 registers, or 16 rows of Q in 144. As they are, they read the cache at
-    # 0.83 to 1.07 of a copy on an H200, and multiply at 0.69 to 0.76 of gemm's mma; without spills they were not timed.
-    ("flash_mla.decode bfloat16 64 rows, for sm_90a", "90a"): 8,
-    ("flash_mla.decode bfloat16 16 rows, for sm_90a", "90a"): 4,
+    # Latent attention keeps 16 rows of Q in 144 registers. It was not timed on these GPUs, for want of one.
     ("flash_mla.decode bfloat16 16 rows, for sm_86", "86"): 4,
     ("flash_mla.decode bfloat16 16 rows, for sm_86", "89"): 4,
 }

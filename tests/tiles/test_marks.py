@@ -160,7 +160,7 @@ def test_products_stay_between_their_marks():
     pytest.importorskip("cuda.pathfinder")
     from flashnumba.stages.flash_forward.mma import make_mma
     from flashnumba.stages.heads import ARGUMENTS, signature
-    from flashnumba.tiles.attention import AttentionTiles
+    from flashnumba.tiles.sizes import AttentionTiles
 
     tiles = AttentionTiles(32, 64, 32, slots=2)
     code = compiler.sass(make_mma(tiles, "float16", traced=True), signature("float16", (*ARGUMENTS, "trace")), "90a")

@@ -153,7 +153,7 @@ STAGE = Stage(
     lesson="08_backward",
     rungs=(
         Rung(
-            "dense", "reference", dense, count.Traffic("QKVO+8S", count.unfused),
+            "dense", "reference", dense, count.Traffic("2QKVO+8S", count.unfused),
             summary="the chain rule as written, all scores at once",
         ),
         Rung(

@@ -61,10 +61,11 @@ def one_pass(shape: Shape, of_keys: int) -> float:
 
 def unfused(shape: Shape) -> float:
     """P written by the forward and read twice, dP written and read, dS written and read twice, in the inputs' type;
-    masked scores like others."""
+    masked scores like others. Beside them Q, K and V are read once, dO twice, for dV and dP, and three results written.
+    """
     like_q, like_k = _once(shape)
     scores = ITEMSIZE[shape.element] * shape.batch * shape.heads * shape.m * shape.n
-    return 5 * like_q + 6 * like_k + 8 * scores
+    return 4 * like_q + 4 * like_k + 8 * scores
 
 
 def shape_of(case: Case) -> Shape:

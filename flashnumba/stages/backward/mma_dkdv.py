@@ -29,11 +29,12 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter, make_walk
+from flashnumba.stages.backward.mma_parts import make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.rows import address_of
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_dkdv"]
 
@@ -54,13 +55,14 @@ def make_dkdv(
 
     A launch has a block for each ``tiles.own`` keys of each head of k, ``tiles.threads`` and ``tiles.shared``.
     """
-    d, own, other, frags, slots = tiles.d, tiles.own, tiles.other, tiles.frags, tiles.slots
+    d, other, frags, slots = tiles.d, tiles.other, tiles.frags, tiles.slots
     threads, exchange, under = tiles.threads, tiles.exchange, tiles.under
     parts = make_parts(tiles, element, vector, arch, even=even, waits=broken != "wait", swizzled=broken != "swizzle")
     copy_own, wait, commit, pack, clear, store = (
         parts.copy_own, parts.wait, parts.commit, parts.pack, parts.clear, parts.store,
     )  # fmt: skip
     copy_step, weigh, hide, differ = make_key_steps(tiles, parts, broken)
+    piece, after, number, number_after = make_walk(tiles, broken)
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
     to_do = slots * tiles.slot_bytes  # from a tile of Q to that of dO
@@ -68,9 +70,7 @@ def make_dkdv(
     s_regs, acc_regs, p_regs = frags * other // 2, frags * d // 2, frags * other // 4
     makes_dk, makes_dv = "dk" in which.split(), "dv" in which.split()
     dk_regs, dv_regs = (acc_regs if makes else frags * d // 2 for makes in (makes_dk, makes_dv))
-    no_barrier, no_free, late, no_scale, first_only, no_exchange = (
-        broken == name for name in ("barrier", "free", "start", "scale", "group", "exchange")
-    )
+    no_barrier, no_free, no_scale, no_exchange = (broken == name for name in ("barrier", "free", "scale", "exchange"))
     (lane_of_ds, scatter), add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
 
     @device
@@ -96,22 +96,8 @@ def make_dkdv(
         warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
 
         m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
-        blocks = (n_rows + (own - 1)) // own
-        index = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
-        block = int32(uint32(cuda.blockIdx.x) % uint32(blocks))  # a causal head's longest come first by themselves
-        batch, head_kv = int32(index // k.shape[1]), int32(index % k.shape[1])
-        key0, offset = int32(block * int32(own)), int32(n_rows - m_rows)
-        group = q.shape[1] // k.shape[1]
-
-        # Which rows: from begin on some see a key of the block, from whole on all see all.
-        begin, whole = int32(0), int32(0)
-        if causal != 0:
-            begin = int32(max(int32(0), int32(key0 - offset)) // int32(other) * int32(other))
-            whole = max(int32(0), int32(key0 + int32(own - 1) - offset))
-            if late:
-                begin += int32(other)
-        if key0 + own > n_rows:
-            whole = int32(m_rows)
+        batch, head_kv, key0, begin, whole, head, end = piece(q, k, causal)
+        offset = int32(n_rows - m_rows)
 
         factor = scale * float32(LOG2_E)
         held = cuda.local.array(1, uint32)
@@ -130,21 +116,16 @@ def make_dkdv(
         copy_own(k_tile, address_of(k, batch64, head64, int64(key0)), k.strides[2], k.strides[3], left, columns)
         if makes_dk:
             copy_own(v_tile, address_of(v, batch64, head64, int64(key0)), v.strides[2], v.strides[3], left, columns)
-        head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
-        tile = int32(
-            (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + int64(begin) // other
-        )
+        row, coming = begin, begin  # coming: the first row of the step to copy next
+        tile = number(q, batch, head, begin)
         # A step is followed by another until the heads of the group have had their rows.
-        end = int32(head + int32(min(int64(1), group) if first_only else group))
         more, here = begin < m_rows and head < end, uint32(0)
         if more:
             copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
         commit()
         while more:
             row = coming
-            coming = int32(coming + int32(other))
-            if coming >= m_rows:
-                head, coming = int32(head + int32(1)), begin
+            head, coming = after(head, coming, begin, m_rows)
             more = head < end
             lane_statistics = statistics + uint32(8 * (lane & 3))
             if here > uint32(0):
@@ -179,9 +160,7 @@ def make_dkdv(
                     if not no_exchange:
                         cuda.syncthreads()  # dS is there for all, before a warp multiplies all keys' with K
                     add_dq(sums, tile, ds_tile, k_tile)
-                    tile += int32(1)
-                    if coming == begin:
-                        tile += int32(begin // int32(other))  # the next head's first that sees a key
+                    tile = number_after(tile, coming, begin)
             if slots == 2:
                 here = uint32(slot_bytes) - here
             else:

@@ -17,10 +17,12 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_parts import make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.rows import address_of
+from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_dq"]
 
@@ -112,11 +114,7 @@ def make_dq(
         head_kv = head // (q.shape[1] // k.shape[1])
         k_from, v_from = address_of(k, batch, head_kv, 0), address_of(v, batch, head_kv, 0)
 
-        # Which keys: [0, end) are visible to some row of the block, [0, whole) to all.
-        end, whole = n_rows, n_rows
-        if causal != 0:
-            end = min(n_rows, max(int64(0), row0 + own + offset))
-            whole = min(n_rows, row0 + offset + next_row)
+        end, whole = seen_keys(row0, own, n_rows, offset, causal, next_row)
 
         factor = scale * float32(LOG2_E)
         here_origin = cuda.local.array(rows_held, float32)

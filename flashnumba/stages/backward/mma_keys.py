@@ -12,12 +12,79 @@ from typing import NamedTuple
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import lane_id, ld_shared_v2_f32, ldmatrix_x4_trans, st_shared_b32
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32
-from flashnumba.stages.backward.mma_parts import Parts, address_of
+from flashnumba.stages.backward.mma_parts import Parts
 from flashnumba.stages.backward.mma_tiles import Tiles
+from flashnumba.tiles.rows import address_of
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["KeySteps", "make_add_dq", "make_key_steps", "make_scatter"]
+__all__ = ["KeySteps", "Walk", "make_add_dq", "make_key_steps", "make_scatter", "make_walk"]
+
+
+class Walk(NamedTuple):
+    """Device functions: which keys are a block's, and which rows of which heads it walks over. Numbers are int32.
+
+    Attributes:
+        piece: ``(q, k, causal) -> (batch, head of k, first key, begin, whole, head, end)``: from row ``begin`` on, a
+            step's first, some see a key of the block, from ``whole`` on all see all; heads of q from ``head`` to
+            before ``end`` read the head of k.
+        after: ``(head, row, begin, m_rows) -> (head, row)``: the step behind the one that begins at ``row``.
+        number: ``(q, batch, head, row) -> number``: the step's in ``sums``, see ``mma_dkdv``.
+        number_after: ``(number, row, begin) -> number``: that of the step behind it, which begins at ``row``.
+    """
+
+    piece: DeviceFunction
+    after: DeviceFunction
+    number: DeviceFunction
+    number_after: DeviceFunction
+
+
+@cache
+def make_walk(tiles: Tiles, broken: str = "") -> Walk:
+    """A block for each ``tiles.own`` keys of each head of k; it takes ``tiles.other`` rows a step, head after head."""
+    own, other, late, first_only = tiles.own, tiles.other, broken == "start", broken == "group"
+
+    @device
+    def piece(q, k, causal):
+        m_rows, n_rows = q.shape[2], k.shape[2]
+        blocks = (n_rows + (own - 1)) // own
+        index = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
+        block = int32(uint32(cuda.blockIdx.x) % uint32(blocks))  # a causal head's longest come first by themselves
+        batch, head_kv = int32(index // k.shape[1]), int32(index % k.shape[1])
+        key0, offset = int32(block * int32(own)), int32(n_rows - m_rows)
+        group = q.shape[1] // k.shape[1]
+        head = int32(head_kv * group)
+        end = int32(head + int32(min(int64(1), group) if first_only else group))
+        begin, whole = int32(0), int32(0)
+        if causal != 0:
+            begin = int32(max(int32(0), int32(key0 - offset)) // int32(other) * int32(other))
+            whole = max(int32(0), int32(key0 + int32(own - 1) - offset))
+            if late:
+                begin += int32(other)
+        if key0 + own > n_rows:
+            whole = int32(m_rows)
+        return batch, head_kv, key0, begin, whole, head, end
+
+    @device
+    def after(head, row, begin, m_rows):
+        row = int32(row + int32(other))
+        if row >= m_rows:
+            head, row = int32(head + int32(1)), begin
+        return head, row
+
+    @device
+    def number(q, batch, head, row):
+        of_head = int64(batch) * q.shape[1] + int64(head)
+        return int32(of_head * ((q.shape[2] + (other - 1)) // other) + int64(row) // other)
+
+    @device
+    def number_after(number, row, begin):
+        number += int32(1)
+        if row == begin:
+            number += int32(begin // int32(other))  # the next head's first that sees a key
+        return number
+
+    return Walk(piece, after, number, number_after)
 
 
 class KeySteps(NamedTuple):

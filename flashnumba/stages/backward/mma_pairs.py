@@ -37,11 +37,12 @@ from functools import cache
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import bar_arrive, bar_sync, ldmatrix_x4, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
-from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_keys import make_add_dq, make_key_steps, make_scatter, make_walk
+from flashnumba.stages.backward.mma_parts import make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.rows import address_of
+from flashnumba.tiles.sizes import ALIGNMENT
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["FAULTS", "make_pairs"]
@@ -62,12 +63,13 @@ def make_pairs(
 
     A launch has a block for each ``tiles.own`` keys of each head of k, ``tiles.threads`` and ``tiles.shared``.
     """
-    own, other, frags, warps, columns_held = tiles.own, tiles.other, tiles.frags, tiles.warps, tiles.columns
+    other, frags, warps, columns_held = tiles.other, tiles.frags, tiles.warps, tiles.columns
     parts = make_parts(tiles, element, vector, arch, even=even, waits=broken != "wait", swizzled=broken != "swizzle")
     copy_own, wait, commit, pack, clear, store = (
         parts.copy_own, parts.wait, parts.commit, parts.pack, parts.clear, parts.store,
     )  # fmt: skip
     copy_step, weigh, hide, differ = make_key_steps(tiles, parts, broken)
+    piece, after, number, number_after = make_walk(tiles, broken)
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
     own_bytes, to_do, handed_bytes, exchange = tiles.own_bytes, tiles.slot_bytes, tiles.handed_bytes, tiles.exchange
@@ -78,9 +80,7 @@ def make_pairs(
     half_bytes, half_chunks = columns_held * swizzle(tiles.d).pitch, columns_held // 8
     place, step, pitch = swizzle(other).at, swizzle(other).step, swizzle(other).pitch
     s_regs, acc_regs, p_regs = frags * columns_held // 2, frags * tiles.d // 2, frags * columns_held // 4
-    no_barrier, no_ready, late_start, no_scale, first_only, wrong_half = (
-        broken == name for name in ("barrier", "ready", "start", "scale", "group", "half")
-    )
+    no_barrier, no_ready, no_scale, wrong_half = (broken == name for name in ("barrier", "ready", "scale", "half"))
     (lane_of_handed, scatter), add_dq = make_scatter(tiles), make_add_dq(tiles, element, arch) if exchange else None
 
     @device
@@ -104,22 +104,8 @@ def make_pairs(
         warp_row = warp * int32(16 * frags)
 
         m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
-        blocks = (n_rows + (own - 1)) // own
-        index = int64(uint32(cuda.blockIdx.x) // uint32(blocks))
-        block = int32(uint32(cuda.blockIdx.x) % uint32(blocks))  # a causal head's longest come first by themselves
-        batch, head_kv = int32(index // k.shape[1]), int32(index % k.shape[1])
-        key0, offset = int32(block * int32(own)), int32(n_rows - m_rows)
-        group = q.shape[1] // k.shape[1]
-
-        # Which rows: from begin on some see a key of the block, from whole on all see all.
-        begin, whole = int32(0), int32(0)
-        if causal != 0:
-            begin = int32(max(int32(0), int32(key0 - offset)) // int32(other) * int32(other))
-            whole = max(int32(0), int32(key0 + int32(own - 1) - offset))
-            if late_start:
-                begin += int32(other)
-        if key0 + own > n_rows:
-            whole = int32(m_rows)
+        batch, head_kv, key0, begin, whole, head, end = piece(q, k, causal)
+        offset = int32(n_rows - m_rows)
 
         factor = scale * float32(LOG2_E)
         held = cuda.local.array(1, uint32)
@@ -149,34 +135,18 @@ def make_pairs(
         left, batch64, head64 = n_rows - int64(key0), int64(batch), int64(head_kv)
         copy_own(k_tile, address_of(k, batch64, head64, int64(key0)), k.strides[2], k.strides[3], left, columns)
         copy_own(v_tile, address_of(v, batch64, head64, int64(key0)), v.strides[2], v.strides[3], left, columns)
-        head, row, coming = int32(head_kv * group), begin, begin  # coming: the first row of the step to copy next
-        tile = int32(
-            (int64(batch) * q.shape[1] + int64(head)) * ((m_rows + (other - 1)) // other) + int64(begin) // other
-        )
+        row, coming = begin, begin  # coming: the first row of the step to copy next
+        tile = number(q, batch, head, begin)
         # A step is followed by another until the heads of the group have had their rows.
-        end = int32(head + int32(min(int64(1), group) if first_only else group))
         more, started = begin < m_rows and head < end, False
         here = uint32(0)  # the step's slot
         if more:
-            copy_step(
-                q_tile,
-                q_tile + uint32(to_do),
-                q_tile + uint32(to_numbers),
-                q,
-                do,
-                delta,
-                origin,
-                bias,
-                batch,
-                head,
-                row,
-            )
+            numbers = q_tile + uint32(to_numbers)
+            copy_step(q_tile, q_tile + uint32(to_do), numbers, q, do, delta, origin, bias, batch, head, row)
         commit()
         while more:
             row = coming
-            coming = int32(coming + int32(other))
-            if coming >= m_rows:
-                head, coming = int32(head + int32(1)), begin
+            head, coming = after(head, coming, begin, m_rows)
             more = head < end
             wait()
             if not no_barrier:
@@ -211,9 +181,7 @@ def make_pairs(
                 if started:
                     if second:
                         add_dq(sums, tile, handed + (uint32(next_slot) - here if buffers else uint32(0)), k_tile)
-                    tile += int32(1)
-                    if row == begin:
-                        tile += int32(begin // int32(other))  # the next head's first that sees a key
+                    tile = number_after(tile, row, begin)
             for i in range(columns_held // 16):
                 accumulate(acc, p, columns_lane + here, i)
             if not no_ready:

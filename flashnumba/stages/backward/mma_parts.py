@@ -25,9 +25,9 @@ from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.tiles.attention import Steps, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.elements import vectors
-from flashnumba.tiles.rows import make_store
+from flashnumba.tiles.rows import address_of, make_store  # noqa: F401 (SLA has address_of from here)
 
-__all__ = ["Parts", "address_of", "make_parts"]
+__all__ = ["Parts", "make_parts"]
 
 
 class Parts(NamedTuple):
@@ -57,12 +57,6 @@ class Parts(NamedTuple):
     pack: DeviceFunction
     clear: DeviceFunction
     store: DeviceFunction
-
-
-@device
-def address_of(x, batch, head, row):
-    """The address of a row of a 4-D array, int64."""
-    return int64(global_address(x)) + batch * x.strides[0] + head * x.strides[1] + row * x.strides[2]
 
 
 @cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["MOST_SHARED", "Tiles", "dkdv_tiles", "dq_tiles", "one_pass_tiles"]

@@ -18,7 +18,7 @@ from flashnumba.stages.stage import Case, Result, Rung, Stage
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from flashnumba.tiles.attention import AttentionTiles
+    from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["STAGE", "plans"]
 
@@ -36,7 +36,7 @@ def plans() -> dict[str, Planner]:
 def tiles_of(name: str, shape: Shape, machine: str) -> AttentionTiles:
     """The tiles of a kernel; on the emulator small ones."""
     from flashnumba.stages.causal_balance.mma import balanced_tiles, stack_for
-    from flashnumba.tiles.attention import AttentionTiles
+    from flashnumba.tiles.sizes import AttentionTiles
 
     warps = int(name.removeprefix("stack_")) if name.startswith("stack_") else 0
     if machine == "emulator":

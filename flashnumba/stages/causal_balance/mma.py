@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel
 from flashnumba.stages.heads import ARGUMENTS, MOST_BLOCKS, Launch, Plan, Planner, Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, tier, tiles_for
 from flashnumba.tiles.schedule import SCHEDULES
 from flashnumba.tiles.scheduled import clear, make_scheduled
+from flashnumba.tiles.sizes import AttentionTiles
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase

@@ -15,8 +15,8 @@ from functools import cache
 from flashnumba.machine.listing import machine_code
 from flashnumba.stages.chained_gemm import mma
 from flashnumba.stages.heads import Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.chain import WAYS, shared_of
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["BY_COUNT", "OPCODES", "InCode", "in_code", "machine_code"]
 

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.stages import fp8_heads
 from flashnumba.stages.chained_gemm.mma import make_chained
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.chain import WAYS, shared_of
 from flashnumba.tiles.fp8 import tiles_for
+from flashnumba.tiles.sizes import AttentionTiles
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.chain import DETOUR, WAYS, shared_of
 from flashnumba.tiles.forward import check_element, tiles_for
 from flashnumba.tiles.scheduled import make_scheduled
+from flashnumba.tiles.sizes import AttentionTiles
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase

@@ -21,11 +21,11 @@ from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, uint32, uint64
 from flashnumba.stages.flash_forward import split
 from flashnumba.stages.heads import ARGUMENTS, Launch, Plan, Planner, Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, make_attend, tier, tiles_for
 from flashnumba.tiles.marks import LOG, make_marks
 from flashnumba.tiles.schedule import SCHEDULES
 from flashnumba.tiles.scheduled import make_place, make_scheduled
+from flashnumba.tiles.sizes import AttentionTiles
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles import split
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.dependency import can_start_early
 from flashnumba.tiles.merge import MERGE_ARGS, make_merge, warps_for
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.split import FAULTS, MOST_SPLITS, SPLIT_ARGS, splits_for
 
 if TYPE_CHECKING:

@@ -28,21 +28,21 @@ from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
-    global_address,
     ld_shared_b32,
     ld_shared_f32,
     shared_address,
     st_shared_b32,
     st_shared_f32,
 )
-from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
+from flashnumba.machine.numba import cuda, float32, int32, uint8, uint32
 from flashnumba.stages.flash_mla.leave import make_leave
 from flashnumba.stages.flash_mla.load import make_convert
-from flashnumba.stages.flash_mla.pages import keys_of, make_hide, make_pages, turn
-from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
+from flashnumba.stages.flash_mla.pages import make_begin, make_copy_q, make_hide, make_pages, make_ring, make_span, turn
+from flashnumba.stages.flash_mla.sizes import MLATiles
 from flashnumba.stages.flash_mla.steps import make_steps
-from flashnumba.tiles.attention import ALIGNMENT, factor_of
-from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
+from flashnumba.tiles.attention import factor_of
+from flashnumba.tiles.copy_tile import make_waiting
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_attend"]
 
@@ -71,7 +71,7 @@ def make_attend(
         raise ValueError(f"code is {code!r} and eight {eight}; tiles for 8 bits take a code, others none")
     frags, key_parts, bk, tile_bytes = tiles.frags, tiles.key_parts, tiles.bk, tiles.tile
     steps = make_steps(tiles, element, arch, broken)
-    copy_q = make_copy_tile(bm, d, tiles.threads, 16, arch, even=True, packed=True)
+    copy_q = make_copy_q(tiles, arch)
     convert = make_convert(tiles, element, code, arch, broken) if eight else steps.clear  # not called in 16 bits
     ahead, stage = (slots, tiles.raw) if eight else (slots - 1, tile_bytes)
     wait, commit = make_waiting(True, ahead - 1, waits=broken != "wait")
@@ -81,14 +81,15 @@ def make_attend(
     o_regs, s_regs = o_frags * tiles.columns // 2, s_count * (2 if deep else 1)
     held_regs = d // 4 * frags if held else 1
     s_rows, o_rows = 2 * frags, 2 * o_frags
-    q_room, per_page = 0 if held else bm * tiles.pitch, PAGE // bn
+    q_room = 0 if held else bm * tiles.pitch
     p_room, k_room, stats_room = tiles.p_bytes, slots * stage + (tile_bytes if eight else 0), tiles.stats
     no_barrier, no_maxima, no_weights = broken == "barrier", broken == "maxima", broken == "weights"
     same_rows = tiles.row_parts == 1  # a warp has all rows of S, as of O, and keeps their state once
     too_early, no_tail = broken == "free", broken == "tail"
 
-    page_of, copy = make_pages(tiles, arch, paged, broken)
-    visible_keys, hide = keys_of(broken), make_hide(bn, frags, bk // 8, broken)
+    page_of, copy = pages = make_pages(tiles, arch, paged, broken)
+    begin, (next_of, before) = make_begin(pages, commit, ahead, stage), make_ring(slots, stage)
+    span, hide = make_span(tiles, broken), make_hide(bn, frags, bk // 8, broken)
     leave = make_leave(tiles, element, arch, steps.total, paged=paged)
     clear, load_q, multiply_qk, exchange = steps.clear, steps.load_q, steps.multiply_qk, steps.exchange
     leave_maximum, raise_maximum, weights, rescale = (
@@ -98,17 +99,11 @@ def make_attend(
     lane_of_q, lane_of_k, lane_of_p, lane_of_v = steps.q_lane, steps.k_lane, steps.p_lane, steps.v_lane
 
     @device
-    def next_of(at):
-        after = uint32(at + uint32(stage))
-        return uint32(0) if after == uint32(slots * stage) else after
+    def same(here):
+        return here
 
-    @device
-    def free_at(here):
-        """The place that is copied to while the tile at ``here`` is multiplied: the one before, or with a tile that
-        codes are converted into its own."""
-        if eight:
-            return here
-        return uint32((slots - 1) * stage) if here == uint32(0) else uint32(here - uint32(stage))
+    # What is filled while a tile is multiplied: the place before; or its own, if codes are converted into another tile.
+    free_at = same if eight else before
 
     @device
     def attend(q, cache, table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0, first_page,
@@ -137,10 +132,7 @@ def make_attend(
 
         queries, heads = int32(q.shape[1]), int32(q.shape[2])
         rows = int32(queries * heads)
-        keys = visible_keys(min(int32(row0 + int32(bm)), rows) - int32(1), heads, queries, length, causal)
-        first = int32(first_page * int32(per_page))
-        last = min(int32(last_page * int32(per_page)), int32((keys + int32(bn - 1)) // int32(bn)))
-        whole = visible_keys(row0, heads, queries, length, causal)
+        first, last, whole = span(row0, heads, queries, length, causal, first_page, last_page)
 
         q_held = cuda.local.array(held_regs, uint32)
         s = cuda.local.array(s_regs, float32)
@@ -149,17 +141,10 @@ def make_attend(
         m_s = cuda.local.array(s_rows, float32)
         l = cuda.local.array(s_rows, float32)
         clear(acc, m, m_s, l)
-        copy_q(
-            q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),
-            int64(d), int64(row0), int64(heads), q.strides[2],
-        )  # fmt: skip
+        copy_q(q_tile, q, request, row0)
         if held:
             commit()
-        for i in range(ahead):
-            tile = int32(first + int32(i))
-            if tile < last:
-                copy(copies + uint32(i * stage), cache, request, page_of(table, request, tile, last), tile, length)
-            commit()
+        begin(copies, cache, table, request, first, last, length)
         q_lane = lane_of_q(q_tile, part_row, lane)
         if held:
             wait_q()

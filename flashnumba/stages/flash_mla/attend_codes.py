@@ -16,15 +16,16 @@ from __future__ import annotations
 from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
-from flashnumba.machine.instructions import global_address, ld_shared_b32, shared_address, st_shared_b32, st_shared_f32
-from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
+from flashnumba.machine.instructions import ld_shared_b32, shared_address, st_shared_b32, st_shared_f32
+from flashnumba.machine.numba import cuda, float32, int32, uint8, uint32
 from flashnumba.stages.flash_mla.codes import make_code_steps
 from flashnumba.stages.flash_mla.leave import make_leave, make_total
-from flashnumba.stages.flash_mla.pages import keys_of, make_hide, make_pages, turn
-from flashnumba.stages.flash_mla.sizes import BLOCK, PAGE, MLATiles
-from flashnumba.tiles.attention import ALIGNMENT, factor_of
-from flashnumba.tiles.copy_tile import make_copy_tile, make_waiting
+from flashnumba.stages.flash_mla.pages import make_begin, make_copy_q, make_hide, make_pages, make_ring, make_span, turn
+from flashnumba.stages.flash_mla.sizes import BLOCK, MLATiles
+from flashnumba.tiles.attention import factor_of
+from flashnumba.tiles.copy_tile import make_waiting
 from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["CODE_FAULTS", "make_attend_codes"]
 
@@ -41,25 +42,17 @@ def make_attend_codes(
     steps = make_code_steps(tiles, element, code, arch, broken)
     clear, load_q, multiply_qk, exchange, add = steps[:5]
     weights, multiply_pv, settle = steps.weights, steps.multiply_pv, steps.settle
-    page_of, copy = make_pages(tiles, arch, True, broken)
-    visible_keys, hide = keys_of(broken), make_hide(bn, 1, bn // 8, broken)
+    page_of, copy = pages = make_pages(tiles, arch, True, broken)
+    span, hide = make_span(tiles, broken), make_hide(bn, 1, bn // 8, broken)
     leave, quad_sum = make_leave(tiles, element, arch, make_total(bm, 1), pairs=True), lanes_sum(4)
-    copy_q = make_copy_tile(bm, d, tiles.threads, 16, arch, even=True, packed=True)
+    copy_q = make_copy_q(tiles, arch)
     wait, commit = make_waiting(True, slots - 2, waits=broken != "wait")
     wait_q, _ = make_waiting(True, slots - 1)
     wait_all, _ = make_waiting(True, 0)
-    per_page, s_count, s_room = PAGE // bn, bn // 2, tiles.s_bytes
+    begin, (next_of, before) = make_begin(pages, commit, slots - 1, stage), make_ring(slots, stage)
+    s_count, s_room = bn // 2, tiles.s_bytes
     q_regs, half_count, o_count = (BLOCK + (d - tiles.dv) // tiles.warps) // 4, bn // 4, BLOCK // 2
     no_barrier, no_exchange, no_tail = broken == "barrier", broken == "exchange", broken == "tail"
-
-    @device
-    def next_of(at):
-        after = uint32(at + uint32(stage))
-        return uint32(0) if after == uint32(slots * stage) else after
-
-    @device
-    def before(at):
-        return uint32((slots - 1) * stage) if at == uint32(0) else uint32(at - uint32(stage))
 
     @device
     def attend(q, cache, table, length, acc_parts, m_parts, l_parts, o, lse, scale, causal, request, row0, first_page,
@@ -80,10 +73,7 @@ def make_attend_codes(
         row0 = int32(ld_shared_b32(home))
         queries, heads = int32(q.shape[1]), int32(q.shape[2])
         rows = int32(queries * heads)
-        keys = visible_keys(min(int32(row0 + int32(bm)), rows) - int32(1), heads, queries, length, causal)
-        first = int32(first_page * int32(per_page))
-        last = min(int32(last_page * int32(per_page)), int32((keys + int32(bn - 1)) // int32(bn)))
-        whole = visible_keys(row0, heads, queries, length, causal)
+        first, last, whole = span(row0, heads, queries, length, causal, first_page, last_page)
 
         q_held = cuda.local.array(q_regs, uint32)
         q_unit = cuda.local.array(2, float32)
@@ -95,16 +85,9 @@ def make_attend_codes(
         l = cuda.local.array(2, float32)
         inverse = cuda.local.array(1, float32)
         clear(acc, m, l, inverse)
-        copy_q(
-            q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),
-            int64(d), int64(row0), int64(heads), q.strides[2],
-        )  # fmt: skip
+        copy_q(q_tile, q, request, row0)
         commit()
-        for i in range(slots - 1):
-            tile = int32(first + int32(i))
-            if tile < last:
-                copy(raw_tiles + uint32(i * stage), cache, request, page_of(table, request, tile, last), tile, length)
-            commit()
+        begin(raw_tiles, cache, table, request, first, last, length)
         wait_q()
         cuda.syncthreads()  # Q is there for all; the first tile's barrier is before anything is put in its place
         load_q(q_held, q_unit, q_tile, warp, lane)

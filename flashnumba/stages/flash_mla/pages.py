@@ -13,7 +13,7 @@ from flashnumba.stages.flash_mla.sizes import PAGE, MLATiles
 from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.online import NOTHING
 
-__all__ = ["Pages", "keys_of", "make_hide", "make_pages", "turn"]
+__all__ = ["Pages", "keys_of", "make_begin", "make_copy_q", "make_hide", "make_pages", "make_ring", "make_span", "turn"]
 
 
 class Pages(NamedTuple):
@@ -64,6 +64,76 @@ def make_pages(tiles: MLATiles, arch: str, paged: bool, broken: str = "") -> Pag
             copy_k(to, source, cache.strides[1], cache.strides[2], int64(left), int64(d))
 
     return Pages(page_in_table if paged else no_page, copy)
+
+
+@cache
+def make_copy_q(tiles: MLATiles, arch: str) -> DeviceFunction:
+    """``copy_q(q_tile, q, request, row0)``: start the copy of a tile's rows of Q, those of the heads in turn."""
+    d, copy = tiles.d, make_copy_tile(tiles.bm, tiles.d, tiles.threads, 16, arch, even=True, packed=True)
+
+    @device
+    def copy_q(q_tile, q, request, row0):
+        heads = int32(q.shape[2])
+        rows = int32(int32(q.shape[1]) * heads)
+        copy(
+            q_tile, int64(global_address(q)) + int64(request) * q.strides[0], q.strides[1], q.strides[3], int64(rows),
+            int64(d), int64(row0), int64(heads), q.strides[2],
+        )  # fmt: skip
+
+    return copy_q
+
+
+@cache
+def make_begin(pages: Pages, commit: DeviceFunction, ahead: int, stage: int) -> DeviceFunction:
+    """``begin(to, cache, table, request, first, last, keys)``: start the copies of the first ``ahead`` tiles of those
+    from ``first`` to before ``last``, ``stage`` bytes apart, each a group of copies of its own; of tiles that there
+    are not, of nothing."""
+    page_of, copy = pages
+
+    @device
+    def begin(to, cache, table, request, first, last, keys):
+        for i in range(ahead):
+            tile = int32(first + int32(i))
+            if tile < last:
+                copy(to + uint32(i * stage), cache, request, page_of(table, request, tile, last), tile, keys)
+            commit()
+
+    return begin
+
+
+@cache
+def make_ring(slots: int, stage: int) -> tuple[DeviceFunction, DeviceFunction]:
+    """``next_of(at)`` and ``before(at)``: the bytes from the first of ``slots`` places to the next one and to the one
+    before, in a ring."""
+
+    @device
+    def next_of(at):
+        after = uint32(at + uint32(stage))
+        return uint32(0) if after == uint32(slots * stage) else after
+
+    @device
+    def before(at):
+        return uint32((slots - 1) * stage) if at == uint32(0) else uint32(at - uint32(stage))
+
+    return next_of, before
+
+
+@cache
+def make_span(tiles: MLATiles, broken: str = "") -> DeviceFunction:
+    """``span(row0, heads, queries, length, causal, first_page, last_page) -> (first, last, whole)``: tiles of keys from
+    ``first`` to before ``last`` are in these pages and seen by some row of the tile from ``row0`` on; keys before
+    ``whole`` are seen by all of them."""
+    bm, bn, per_page, visible_keys = tiles.bm, tiles.bn, PAGE // tiles.bn, keys_of(broken)
+
+    @device
+    def span(row0, heads, queries, length, causal, first_page, last_page):
+        rows = int32(queries * heads)
+        keys = visible_keys(min(int32(row0 + int32(bm)), rows) - int32(1), heads, queries, length, causal)
+        first = int32(first_page * int32(per_page))
+        last = min(int32(last_page * int32(per_page)), int32((keys + int32(bn - 1)) // int32(bn)))
+        return first, last, visible_keys(row0, heads, queries, length, causal)
+
+    return span
 
 
 @cache

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashnumba.tiles.attention import ALIGNMENT
+from flashnumba.tiles.sizes import ALIGNMENT
 from flashnumba.tiles.swizzle import swizzle
 
 __all__ = ["BLOCK", "DV", "PAGE", "D", "MLATiles", "token_bytes"]

@@ -32,11 +32,11 @@ from flashnumba.stages.fp8 import convert, split
 from flashnumba.stages.fp8_heads import ARGUMENTS
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, signature
 from flashnumba.tiles import fp8
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import make_attend
 from flashnumba.tiles.fp8_convert import ELEMENTS, native
 from flashnumba.tiles.schedule import SCHEDULES
 from flashnumba.tiles.scheduled import make_place
+from flashnumba.tiles.sizes import AttentionTiles
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.dependency import can_start_early
 from flashnumba.tiles.fp8_convert import ELEMENTS, native
 from flashnumba.tiles.merge import MERGE_ARGS, make_merge, warps_for
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.split import SPLIT_ARGS, make_split, splits_for
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from flashnumba.stages import heads
-    from flashnumba.tiles.attention import AttentionTiles
+    from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["METHODS", "STAGE", "case", "kept", "tiles_of"]
 
@@ -32,7 +32,7 @@ SPARGE = {"alike": 0.3, "cdf": 0.7}
 def tiles_of(shape: heads.Shape, machine: str) -> AttentionTiles:
     """Those that are launched; on the emulator small ones, so that a small problem has several."""
     from flashnumba.stages.sparsity.mma import sparse_tiles
-    from flashnumba.tiles.attention import AttentionTiles
+    from flashnumba.tiles.sizes import AttentionTiles
 
     return (
         AttentionTiles(shape.d, 32, 16, warps=2, slots=2, lazy=True) if machine == "emulator" else sparse_tiles(shape)

@@ -7,10 +7,10 @@ The kernel is :mod:`flashnumba.tiles.sparse_split`; how many parts there are is 
 from __future__ import annotations
 
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.dependency import can_start_early
 from flashnumba.tiles.forward import check_element
 from flashnumba.tiles.merge import MERGE_ARGS, make_merge, warps_for
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.sparse_split import SPARSE_SPLIT_ARGS, TILE, make_sparse_split
 from flashnumba.tiles.split import splits_for
 

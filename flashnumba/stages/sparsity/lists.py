@@ -14,8 +14,8 @@ from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.instructions import vote_ballot
 from flashnumba.machine.numba import cuda, int32, int64, uint32
 from flashnumba.stages.sparsity.problem import Launch, Shape
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["FAULTS", "list_shapes", "make_pack", "mask_shape", "pack_launch"]
 

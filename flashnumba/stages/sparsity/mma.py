@@ -21,10 +21,10 @@ from flashnumba.stages.heads import ARGUMENTS
 from flashnumba.stages.sparsity import lists, pool, predict, sla_plans
 from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import check_element, tier, tiles_for
 from flashnumba.tiles.schedule import SCHEDULES
 from flashnumba.tiles.scheduled import make_place
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.sparse import make_sparse_attend, unit_rows
 
 if TYPE_CHECKING:

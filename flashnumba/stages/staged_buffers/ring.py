@@ -13,15 +13,17 @@ from __future__ import annotations
 from functools import cache, partial
 
 from flashnumba.machine.function import Kernel, device, kernel
-from flashnumba.machine.instructions import global_address, shared_address
+from flashnumba.machine.instructions import shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.staged_buffers import reference
 from flashnumba.stages.staged_buffers.slices import StagedTiles, make_slice_steps
-from flashnumba.tiles.attention import ALIGNMENT, factor_of, log_sum, make_steps
+from flashnumba.tiles.attention import factor_of, make_steps
 from flashnumba.tiles.copy_strips import make_copy_strips
 from flashnumba.tiles.copy_tile import copies_ahead, make_waiting
 from flashnumba.tiles.marks import ANY, COPY, LOG, OTHER, PV, QK, SOFTMAX, STORE, WAIT, make_marks
-from flashnumba.tiles.rows import make_hide
+from flashnumba.tiles.rows import address_of, make_hide, make_store_sums
+from flashnumba.tiles.schedule import seen_keys
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "make_staged"]
 
@@ -72,9 +74,10 @@ def make_staged(
     width, keys, slot_bytes, sixteens = d // parts, bn // parts, tiles.slot(cut), bn // 16
     per_slice = sixteens // parts
     steps = make_steps(shapes, element, arch, rescaled=broken != "rescale")
-    clear, flatten, mask, raise_maximum, exponentials, row_total = (
-        steps.clear, steps.flatten, steps.mask, steps.raise_maximum, steps.exponentials, steps.total
+    clear, flatten, mask, raise_maximum, exponentials = (
+        steps.clear, steps.flatten, steps.mask, steps.raise_maximum, steps.exponentials
     )  # fmt: skip
+    store_sums = make_store_sums(shapes, steps.total)
     sliced = make_slice_steps(tiles, parts, element, vector, arch, even=even)
     lane_of_q, lane_of_k, lane_of_v, load_q, negate_q, multiply_qk, multiply_pv, store = sliced
     hide = make_hide(shapes, mask, tail=broken != "tail", next_row=int(broken != "causal"))
@@ -188,17 +191,12 @@ def make_staged(
         batch, head = head // q.shape[1], head % q.shape[1]
         head_kv = head // (q.shape[1] // k.shape[1])
         row0, offset = block * bm, n_rows - m_rows
-        q_from = int64(global_address(q)) + batch * q.strides[0] + head * q.strides[1] + row0 * q.strides[2]
-        k_at = int64(global_address(k)) + batch * k.strides[0] + head_kv * k.strides[1]
-        v_at = int64(global_address(v)) + batch * v.strides[0] + head_kv * v.strides[1]
+        q_from, k_at = address_of(q, batch, head, row0), address_of(k, batch, head_kv, int64(0))
+        v_at = address_of(v, batch, head_kv, int64(0))
         m_left = few(m_rows - row0)
 
-        # Which keys: [0, limit) are visible to some row of the block, [0, whole) to all.
-        limit, whole = n_rows, n_rows
-        if causal != 0:
-            limit = min(n_rows, max(int64(0), row0 + bm + offset))
-            whole = min(n_rows, row0 + offset + next_row)
-        last = (limit + (bn - 1)) // bn
+        end_key, whole = seen_keys(row0, bm, n_rows, offset, causal, next_row)
+        last = (end_key + (bn - 1)) // bn
 
         factor = factor_of(scale)
         q_lane, k_lane, v_lane = lane_of_q(warp_row, lane), lane_of_k(lane), lane_of_v(lane)
@@ -261,12 +259,8 @@ def make_staged(
         mark(log, STORE, 0, ANY)
         if not no_barrier:
             cuda.syncthreads()  # nobody reads a slot any more
-        for r in range(rows_held):
-            row = row0 + warp_row + (16 * (r // 2) + 8 * (r % 2) + (lane >> 2))
-            total = row_total(l[r])
-            if (lane & 3) == 0 and row < m_rows:
-                lse[batch, head, row] = log_sum(m[r], total, factor)
-        o_from = int64(global_address(o)) + batch * o.strides[0] + head * o.strides[1] + row0 * o.strides[2]
+        store_sums(lse, m, l, factor, batch, head, row0 + warp_row + (lane >> 2), m_rows, lane)
+        o_from = address_of(o, batch, head, row0)
         store(o_from, o.strides[2], o.strides[3], acc, l, base, warp_row, lane, m_left, columns)
 
     options = {

@@ -29,10 +29,11 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int64, uint16, uint32, uint64
 from flashnumba.stages.staged_buffers.budget import registers_held, ring_bytes, slot_bytes
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, share_of
+from flashnumba.tiles.attention import share_of
 from flashnumba.tiles.copy_strips import STRIP
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.reduce import lanes_sum
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 from flashnumba.tiles.swizzle import make_place
 from flashnumba.tiles.tensor import make_multiply
 
@@ -50,7 +51,7 @@ class StagedTiles:
         d: head dimension that is computed, a multiple of 64; the user's may be smaller.
         bm, bn: rows of Q a block, keys a tile; a slice of Q must fit a slot, so bm is at most bn.
         warps: a block; each owns ``bm / warps`` rows, a multiple of 16.
-        lazy, subtract: as in :class:`flashnumba.tiles.attention.AttentionTiles`.
+        lazy, subtract: as in :class:`flashnumba.tiles.sizes.AttentionTiles`.
         min_blocks: blocks a multiprocessor that the compiler leaves registers for; 0 promises none.
 
     Raises:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from flashnumba.data import load_minilm
-from flashnumba.stages.backward import reference
+from flashnumba.stages.backward import count, reference
+from flashnumba.stages.backward.problem import Shape
 from flashnumba.stages.flash_forward import reference as forward
 
 CASES = [(5, 5), (3, 7), (7, 3), (1, 9), (9, 1), (33, 20)]
@@ -155,3 +156,15 @@ def test_scores_of_1e5_have_weights_as_exact_as_others():
     expected = reference.dense(q, k, v, do, 1.0)
     for x, y in zip(reference.low_precision(q, k, v, o, do, lse, 1.0), expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
+
+
+def test_bytes_of_gradients_that_are_not_fused():
+    """By the numbers of two heads that share K and V: 8 queries, 16 keys, 4 columns, 2 bytes an element."""
+    rows, keys, scores = 2 * 8 * 4, 16 * 4, 2 * 8 * 16
+    products = {
+        "dV = P^T dO": scores + rows + keys, "dP = dO V^T": rows + keys + scores,
+        "dQ = dS K": scores + keys + rows, "dK = dS^T Q": scores + rows + keys,
+    }  # fmt: skip
+    elementwise = {"P, which the forward wrote": scores, "dS of P and dP": 3 * scores}
+    moved = count.unfused(Shape("float16", 1, 2, 1, 8, 16, 4, True))
+    assert moved == 2 * (sum(products.values()) + sum(elementwise.values()))

@@ -15,9 +15,9 @@ from flashnumba.stages.causal_balance import mma
 from flashnumba.stages.flash_forward.mma import plan_mma
 from flashnumba.stages.heads import Shape
 from flashnumba.tiles import scheduled
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import tiles_for
 from flashnumba.tiles.schedule import SCHEDULES
+from flashnumba.tiles.sizes import AttentionTiles
 from tests.stages.faults import seeds_for
 from tests.stages.flash_forward.attention_cases import (
     SIZES,

@@ -17,7 +17,7 @@ from flashnumba.stages.flash_forward.reference import dense
 from flashnumba.stages.fp8 import reference
 from flashnumba.stages.heads import Shape
 from flashnumba.tiles import chain
-from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.sizes import AttentionTiles
 from tests.stages.faults import seeds_for
 
 E4M3 = ml_dtypes.float8_e4m3fn

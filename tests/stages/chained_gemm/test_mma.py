@@ -14,8 +14,8 @@ from flashnumba.stages.chained_gemm import count, mma
 from flashnumba.stages.flash_forward import mma as flash
 from flashnumba.stages.heads import Launch, Plan, Shape, signature
 from flashnumba.tiles import chain
-from flashnumba.tiles.attention import NATURAL, AttentionTiles
 from flashnumba.tiles.forward import make_attend
+from flashnumba.tiles.sizes import NATURAL, AttentionTiles
 from tests.stages.faults import seeds_for
 from tests.stages.flash_forward.attention_cases import (
     LAYOUTS,

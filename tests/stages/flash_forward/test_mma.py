@@ -11,8 +11,8 @@ import pytest
 from flashnumba.stages.flash_forward import mma
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.tiles import forward
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import tier, tiles_for
+from flashnumba.tiles.sizes import AttentionTiles
 from tests.stages.faults import seeds_for
 from tests.stages.flash_forward.attention_cases import (
     LAYOUTS,

@@ -11,8 +11,8 @@ import pytest
 from flashnumba.stages.flash_forward import split
 from flashnumba.stages.flash_forward.split import SPLIT_ARGS
 from flashnumba.stages.heads import Launch, Plan, Shape
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.merge import MERGE_ARGS, MERGE_FAULTS, make_merge, warps_for
+from flashnumba.tiles.sizes import AttentionTiles
 from tests.stages.faults import seeds_for
 from tests.stages.flash_forward.attention_cases import (
     assert_attention,

@@ -13,8 +13,8 @@ from flashnumba.ladder import find
 from flashnumba.machine import emulator
 from flashnumba.stages.flash_forward import count, plans, reference, simt, simt_tiles, split
 from flashnumba.stages.flash_forward.count import FULL, MASKED, SKIPPED, tile_kinds
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.forward import tiles_for
+from flashnumba.tiles.sizes import AttentionTiles
 from tests.stages.flash_forward.attention_cases import normal
 from tests.stages.flash_forward.test_mma import with_tiles
 from tests.stages.flash_forward.test_split import with_splits

@@ -120,9 +120,9 @@ def test_tiles_fit_every_gpu():
 
 
 @needs_compiler
-def test_many_rows_compile_with_hardly_a_spill():
+def test_many_rows_compile_without_a_spill():
     from flashnumba.machine.compiler import compile_kernel
 
     cases = [x for x in mma.compile_cases() if "decode bfloat16 64 rows" in x.name and "sm_90a" in x.name]
     made = [compile_kernel(x.kernel, x.signature, "90a") for x in cases]
-    assert len(made) == 1 and made[0].spill_stores <= 8 and not made[0].local_memory and not made[0].uses_f64
+    assert len(made) == 1 and not made[0].spill_stores and not made[0].local_memory and not made[0].uses_f64

@@ -17,7 +17,7 @@ from flashnumba.stages.fp8 import mma, scales, split
 from flashnumba.stages.heads import Shape
 from flashnumba.tiles import descale
 from flashnumba.tiles import fp8 as fp8_tiles
-from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.sizes import AttentionTiles
 from tests.stages.fp8.problems import made
 
 SMALL = AttentionTiles(64, 32, 64, warps=2, slots=2, nbytes=1)

@@ -15,7 +15,7 @@ from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.sparsity import decode, lists, mma
 from flashnumba.stages.sparsity import reference as R
 from flashnumba.stages.sparsity.problem import limit_of
-from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
 from flashnumba.tiles.split import SPLIT_ARGS
 from tests.stages.sparsity.sparse_cases import data, dense_bits, judge, kept_by, right, run
