@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 __all__ = ["GlobalArray", "LocalArray", "LocalStore", "SharedArray"]
 
 
+_WRITTEN = memoryview(np.ones(256, bool))
+
+
 class LocalStore:
     """The same local array of up to 128 threads, one row each, so that a collective works on all rows at once.
 
-    ``init``: whether an element was ever written. ``touched``: the number of wgmma fences before it was last
-    written, or, where a wgmma wrote it, last looked at; 0 in kernels without such fences.
+    ``init``: whether an element was ever written; ``marks`` are the same bytes, which one thread looks at faster.
+    ``touched``: the number of wgmma fences before it was last written, or, where a wgmma wrote it, last looked at; 0
+    in kernels without such fences.
     """
 
-    __slots__ = ("data", "init", "touched")
+    __slots__ = ("data", "init", "marks", "touched")
 
     def __init__(self, rows: int, shape: tuple[int, ...], dtype: Any):
         self.data = np.zeros((rows, *shape), dtype)
         self.init = np.zeros((rows, *shape), bool)
+        self.marks = memoryview(self.init.reshape(-1))
         self.touched = np.zeros((rows, *shape), np.int32)
 
 
@@ -46,12 +51,13 @@ class Flight:
 class LocalArray:
     """One thread's local array. An element must be written before it is read."""
 
-    __slots__ = ("data", "flights", "init", "integer", "length", "op", "row", "store", "thread", "touched")
+    __slots__ = ("data", "flights", "init", "integer", "length", "marks", "op", "row", "store", "thread", "touched")
 
     def __init__(self, thread: Thread, store: LocalStore, row: int):
         self.thread, self.store, self.row = thread, store, row
         self.data, self.init, self.touched = store.data[row], store.init[row], store.touched[row]
-        self.length = len(self.data) if self.data.ndim == 1 else 0  # what a plain integer may index
+        self.length = n = len(self.data) if self.data.ndim == 1 else 0  # what a plain integer may index
+        self.marks: Any = store.marks[row * n : (row + 1) * n] if n else self.init
         self.integer = self.data.dtype.kind in "iu"
         self.op: Any = None  # the last posted collective that uses it
         self.flights: tuple[Flight, ...] = ()
@@ -112,9 +118,13 @@ class LocalArray:
 
     def written(self, lo: int, hi: int) -> None:
         """An instruction has written elements [lo, hi)."""
-        self.init[lo:hi] = True
+        self.marks[lo:hi] = _WRITTEN[: hi - lo]
         if self.thread.register_fences != 1:
             self.touched[lo:hi] = self.thread.register_fences
+
+    def known(self, lo: int, hi: int) -> bool:
+        """Whether elements [lo, hi), which exist, have all been written."""
+        return 0 not in self.marks[lo:hi].tobytes()
 
     def _bounds(self, i: Any) -> None:
         shape = self.data.shape
@@ -132,7 +142,7 @@ class LocalArray:
         try:
             if i.__class__ is not int or not 0 <= i < self.length:
                 self._bounds(i)
-            if self.init[i]:
+            if self.marks[i]:
                 return self.data.item(i) if self.integer else self.data[i]
             raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
         except IndexError:
@@ -151,7 +161,7 @@ class LocalArray:
         except IndexError:
             self._bounds(i)
             raise
-        self.init[i] = True
+        self.marks[i] = True
         fences = self.thread.register_fences
         if fences != 1:
             self.touched[i] = fences

@@ -67,7 +67,8 @@ class Memory:
 
 
 class ThreadMemory:
-    """The same for one thread: an address is one integer, data one row of bytes."""
+    """The same for one thread: an address is one integer, data one row of bytes. What is read is a view of memory, to
+    be looked at before the thread goes on."""
 
     __slots__ = ("block", "thread")
 
@@ -76,16 +77,16 @@ class ThreadMemory:
 
     def read_shared(self, address: Any, nbytes: int) -> np.ndarray:
         shared, at = self.block.shared, int(address)
-        shared.check_read(at, at + nbytes, self.thread, align=nbytes)
-        return shared.data[at : at + nbytes].copy()
+        shared.check_read(at, at + nbytes, self.thread, 0, nbytes)
+        return shared.data[at : at + nbytes]
 
     def write_shared(self, address: Any, data: np.ndarray) -> None:
         shared, at, nbytes = self.block.shared, int(address), data.shape[-1]
-        shared.check_write(at, at + nbytes, self.thread, align=nbytes)
+        shared.check_write(at, at + nbytes, self.thread, 0, nbytes)
         shared.data[at : at + nbytes] = data
 
     def read_global(self, address: Any, nbytes: int) -> np.ndarray:
-        return self.block.launch.memory.load(int(address), nbytes, self.thread).copy()
+        return self.block.launch.memory.load(int(address), nbytes, self.thread)
 
     def write_global(self, address: Any, data: np.ndarray) -> None:
         self.block.launch.memory.store(int(address), data, self.thread)
@@ -162,7 +163,7 @@ def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> 
         raise thread.fault(
             faults.OutOfBounds, f"registers {at}..{at + count - 1} of a local array of {array.size} elements"
         )
-    if role != "out" and not array.init[at : at + count].all():
+    if role != "out" and not array.known(at, at + count):
         raise thread.fault(
             faults.UninitialisedRead,
             f"registers {at}..{at + count - 1} of a local array are used before they are all written",
@@ -198,6 +199,13 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
 
         return scalars
 
+    if memory and declared.returns is None and len(layout) == 2:
+        kinds = [fragment.role if fragment else "address" for _, _, fragment in layout]
+        if kinds == ["out", "address"]:
+            return _for_load(declared)
+        if kinds == ["address", "in"]:
+            return _for_store(declared)
+
     def call(*args: Any) -> Any:
         thread: Any = getcurrent()
         if memory and thread.op is not None:
@@ -228,10 +236,50 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
     return call
 
 
+def _for_load(declared: Instruction) -> Callable[..., Any]:
+    """``(fragment, first, address)``: what one thread does most often, without the overhead of the general case."""
+    (_, _, fragment), (_, kind, _) = _layout(declared)
+    emulate, count, last = declared.emulate, fragment.count, np.iinfo(kind).max
+
+    def load(array: Any, first: Any, address: Any) -> None:
+        thread: Any = getcurrent()
+        if thread.op is not None:
+            thread.flush()
+        if array.op is not None or array.flights:
+            array.settle(first, count)
+        if not 0 <= address <= last:
+            address = _scalar(address, kind)
+        end = first + count
+        if first < 0 or end > array.size:
+            _rows(array, first, count, thread, "out")
+        array.data[first:end] = emulate(ThreadMemory(thread), address)
+        array.written(first, end)
+
+    return load
+
+
+def _for_store(declared: Instruction) -> Callable[..., Any]:
+    """``(address, fragment, first)``, likewise."""
+    (_, kind, _), (_, _, fragment) = _layout(declared)
+    emulate, count, last = declared.emulate, fragment.count, np.iinfo(kind).max
+
+    def store(address: Any, array: Any, first: Any) -> None:
+        thread: Any = getcurrent()
+        if thread.op is not None:
+            thread.flush()
+        if array.op is not None or array.flights:
+            array.settle(first, count)
+        if not 0 <= address <= last:
+            address = _scalar(address, kind)
+        emulate(ThreadMemory(thread), address, _rows(array, first, count, thread, "in"))
+
+    return store
+
+
 def _for_group(declared: Instruction) -> Callable[..., Any]:
     layout = _layout(declared)
     size = GROUP_SIZE[declared.group]
-    fragments = [at for at, _, f in layout if f]
+    fragments = tuple(at for at, _, f in layout if f)
     counts = {at: f.count for at, _, f in layout if f}
     returns = declared.returns is not None
 
@@ -260,8 +308,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
         gang = thread.gangs.get(size) if op is None or len(op.args) == size else None
         if gang is None:
             gang = join(thread, size)
-        key = [(args[at].store, args[at + 1]) for at in fragments]
-        op = gang.post(thread, declared, args, key, execute)
+        op = gang.post(thread, declared, args, fragments, execute)
         for at in fragments:
             array = args[at]
             if array.flights:

@@ -147,9 +147,9 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
     fences, position = thread.register_fences, thread.position()
     if fences == 1:
         raise thread.fault(faults.MissingFence, f"no wgmma_fence() before the first {declared.name}")
-    key = tuple([(args[at].store, int(args[at + 1])) for at in fragments])
-    for (_, first), at in zip(key, fragments, strict=True):
-        array, count = args[at], declared.operands[at // 2].count  # type: ignore[union-attr]
+    for at in fragments:
+        array, first = args[at], int(args[at + 1])
+        count = declared.operands[at // 2].count  # type: ignore[union-attr]
         if (array.touched[first : first + count] >= fences).any():
             raise thread.fault(
                 faults.MissingFence,
@@ -157,7 +157,7 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
                 f"wgmma_fence()",
             )
         thread.flying[id(array), first] = array.start_flight(first, first + count, thread.wgmma_commits + 1, position)
-    op = gang.post(thread, declared, args, key, lambda op, gang: _start(op, gang, declared, shape))
+    op = gang.post(thread, declared, args, fragments, lambda op, gang: _start(op, gang, declared, shape))
     for at in fragments:
         args[at].op = op
 
