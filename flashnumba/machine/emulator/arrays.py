@@ -49,16 +49,25 @@ class Flight:
 
 
 class LocalArray:
-    """One thread's local array. An element must be written before it is read."""
+    """One thread's local array. An element must be written before it is read.
 
-    __slots__ = ("data", "flights", "init", "integer", "length", "marks", "op", "row", "store", "thread", "touched")
+    ``values``: for each element the number that it holds, or None where ``data`` has to be asked. To make a number of
+    one in ``data`` is what takes longest in an access, and most are read more than once.
+    """
+
+    __slots__ = (
+        "data", "flights", "init", "integer", "kind", "length", "marks", "op", "row", "store", "thread", "touched",
+        "values",
+    )  # fmt: skip
 
     def __init__(self, thread: Thread, store: LocalStore, row: int):
         self.thread, self.store, self.row = thread, store, row
         self.data, self.init, self.touched = store.data[row], store.init[row], store.touched[row]
         self.length = n = len(self.data) if self.data.ndim == 1 else 0  # what a plain integer may index
         self.marks: Any = store.marks[row * n : (row + 1) * n] if n else self.init
+        self.values: list[Any] = [None] * n
         self.integer = self.data.dtype.kind in "iu"
+        self.kind = None if self.integer else self.data.dtype.type  # of numbers that are stored as they are
         self.op: Any = None  # the last posted collective that uses it
         self.flights: tuple[Flight, ...] = ()
 
@@ -90,6 +99,7 @@ class LocalArray:
             if not op.done:
                 self.thread.flush()
             self.op = None
+            self.values = [None] * self.length
         if not self.flights:
             return
         if i is None:
@@ -113,12 +123,14 @@ class LocalArray:
         if self.op is not None or self.flights:
             self.settle()
         self.init.fill(False)
+        self.values = [None] * self.length
         if self.thread.register_fences != 1:
             self.touched.fill(0)
 
     def written(self, lo: int, hi: int) -> None:
         """An instruction has written elements [lo, hi)."""
         self.marks[lo:hi] = _WRITTEN[: hi - lo]
+        self.values[lo:hi] = [None] * (hi - lo)
         if self.thread.register_fences != 1:
             self.touched[lo:hi] = self.thread.register_fences
 
@@ -139,9 +151,15 @@ class LocalArray:
     def __getitem__(self, i: Any) -> Any:
         if self.op is not None or self.flights:
             self.settle(i)
+        if i.__class__ is int and 0 <= i < self.length:
+            value = self.values[i]
+            if value is not None:
+                return value
+            if self.marks[i]:
+                value = self.values[i] = self.data.item(i) if self.integer else self.data[i]
+                return value
         try:
-            if i.__class__ is not int or not 0 <= i < self.length:
-                self._bounds(i)
+            self._bounds(i)
             if self.marks[i]:
                 return self.data.item(i) if self.integer else self.data[i]
             raise self.thread.fault(faults.UninitialisedRead, f"element {i} of a local array was never written")
@@ -152,8 +170,11 @@ class LocalArray:
     def __setitem__(self, i: Any, value: Any) -> None:
         if self.op is not None or self.flights:
             self.settle(i)
-        if i.__class__ is not int or not 0 <= i < self.length:
+        if i.__class__ is int and 0 <= i < self.length:
+            self.values[i] = value if value.__class__ is self.kind else None
+        else:
             self._bounds(i)
+            self.values = [None] * self.length
         try:
             self.data[i] = value
         except OverflowError:
