@@ -221,9 +221,11 @@ class _Strided:
 
     def offset(self, i: Any) -> int:
         """Byte offset of an element, after the bounds check."""
-        if i.__class__ is not tuple:
-            i = (i,)
         shape = self.shape
+        if i.__class__ is not tuple:
+            if i.__class__ is int and len(shape) == 1 and 0 <= i < shape[0]:
+                return i * self.strides[0]
+            i = (i,)
         if len(i) != len(shape):
             raise self._outside(i)
         at = 0
@@ -279,7 +281,7 @@ class SharedArray(_Strided):
         if thread.op is not None:
             thread.flush()  # a posted stmatrix writes before this reads
         if self.memory.checks:
-            self.memory.check_read(at, at + self.itemsize, thread, align=self.itemsize)
+            self.memory.check_read(at, at + self.itemsize, thread, 0, self.itemsize)
         if thread.last_read == at:
             thread.reread(at, self.name)
         else:
@@ -292,7 +294,7 @@ class SharedArray(_Strided):
         if thread.op is not None:
             thread.flush()  # a posted ldmatrix reads before this writes
         if self.memory.checks:
-            self.memory.check_write(at, at + self.itemsize, thread, align=self.itemsize)
+            self.memory.check_write(at, at + self.itemsize, thread, 0, self.itemsize)
         try:
             self.data[i] = value
         except OverflowError:

@@ -183,6 +183,8 @@ def _for_thread(declared: Instruction) -> Callable[..., Any]:
 
             return single
 
+        if memory and declared.returns and len(layout) == 1 and layout[0][1] is not None:
+            return _for_load_of_one(declared)
         kinds = [_kept if dtype is None else dtype.type for _, dtype, _ in layout]
 
         def scalars(*args: Any) -> Any:
@@ -254,6 +256,22 @@ def _for_load(declared: Instruction) -> Callable[..., Any]:
             _rows(array, first, count, thread, "out")
         array.data[first:end] = emulate(ThreadMemory(thread), address)
         array.written(first, end)
+
+    return load
+
+
+def _for_load_of_one(declared: Instruction) -> Callable[..., Any]:
+    """``(address)``, which returns what is there, likewise."""
+    ((_, kind, _),) = _layout(declared)
+    emulate, last = declared.emulate, np.iinfo(kind).max
+
+    def load(address: Any) -> Any:
+        thread: Any = getcurrent()
+        if thread.op is not None:
+            thread.flush()
+        if not 0 <= address <= last:
+            address = _scalar(address, kind)
+        return _plain(emulate(ThreadMemory(thread), address))
 
     return load
 
