@@ -108,12 +108,16 @@ def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
 def _for_control(declared: Instruction) -> Callable[..., Any]:
     """Arguments as the registers hold them: an integer of another width is cut to its operand's."""
     emulate = declared.emulate
-    cut = [(at, dtype) for at, dtype, f in _layout(declared) if f is None and dtype is not None and dtype.kind in "iu"]
+    cut = [
+        (at, dtype, np.iinfo(dtype).max)
+        for at, dtype, f in _layout(declared)
+        if f is None and dtype is not None and dtype.kind in "iu"
+    ]
 
     def call(*args: Any) -> Any:
-        for at, dtype in cut:
+        for at, dtype, last in cut:
             value = args[at]
-            if isinstance(value, (int, np.integer)) and not 0 <= value < 1 << (8 * dtype.itemsize - 1):
+            if isinstance(value, (int, np.integer)) and not 0 <= value <= last:
                 args = (*args[:at], wrapped(int(value), dtype).item(), *args[at + 1 :])
         return emulate(getcurrent(), *args)
 
