@@ -16,7 +16,15 @@ from tests.machine.fakes import Driver, Torch
 # these tests, and a twentieth of running them. They leave little behind that only it finds.
 gc.set_threshold(50_000, 20, 50)
 
+LONG = ("tests/test_lessons.py::test_it_runs", "tests/test_docs.py::test_the_site")
+
 WORDS = {"float32": "f", "int32": "i", "int64": "q"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Spread over processes the longest tests come first, so that at the end no process waits for another's."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
