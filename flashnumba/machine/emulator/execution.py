@@ -16,9 +16,10 @@ import numpy as np
 from greenlet import getcurrent
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import LocalArray, wrapped
+from flashnumba.machine.emulator.arrays import wrapped
 from flashnumba.machine.emulator.gang import Gang, Op
-from flashnumba.machine.instruction import Fragment, Instruction, register_dtype, runs_on
+from flashnumba.machine.emulator.one_thread import for_thread, layout_of, plain, rows_of, scalar
+from flashnumba.machine.instruction import Fragment, Instruction, runs_on
 
 if TYPE_CHECKING:
     from flashnumba.machine.emulator.thread import Thread
@@ -66,32 +67,6 @@ class Memory:
             memory.store(at, row, thread)
 
 
-class ThreadMemory:
-    """The same for one thread: an address is one integer, data one row of bytes. What is read is a view of memory, to
-    be looked at before the thread goes on."""
-
-    __slots__ = ("block", "thread")
-
-    def __init__(self, thread: Thread):
-        self.thread, self.block = thread, thread.block
-
-    def read_shared(self, address: Any, nbytes: int) -> np.ndarray:
-        shared, at = self.block.shared, int(address)
-        shared.check_read(at, at + nbytes, self.thread, 0, nbytes)
-        return shared.data[at : at + nbytes]
-
-    def write_shared(self, address: Any, data: np.ndarray) -> None:
-        shared, at, nbytes = self.block.shared, int(address), data.shape[-1]
-        shared.check_write(at, at + nbytes, self.thread, 0, nbytes)
-        shared.data[at : at + nbytes] = data
-
-    def read_global(self, address: Any, nbytes: int) -> np.ndarray:
-        return self.block.launch.memory.load(int(address), nbytes, self.thread)
-
-    def write_global(self, address: Any, data: np.ndarray) -> None:
-        self.block.launch.memory.store(int(address), data, self.thread)
-
-
 def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     """The function that stands for an instruction in an emulated kernel."""
     if not runs_on(arch, declared.arch):
@@ -101,7 +76,7 @@ def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     if declared.quick is not None:
         return declared.quick
     if declared.group == "thread":
-        return _for_thread(declared)
+        return for_thread(declared)
     return _for_group(declared)
 
 
@@ -110,7 +85,7 @@ def _for_control(declared: Instruction) -> Callable[..., Any]:
     emulate = declared.emulate
     cut = [
         (at, dtype, np.iinfo(dtype).max)
-        for at, dtype, f in _layout(declared)
+        for at, dtype, f in layout_of(declared)
         if f is None and dtype is not None and dtype.kind in "iu"
     ]
 
@@ -134,172 +109,8 @@ def _lacking(declared: Instruction, arch: str) -> Callable[..., Any]:
     return missing
 
 
-def _layout(declared: Instruction) -> list[tuple[int, Any, Fragment | None]]:
-    """(position among the call's arguments, NumPy dtype, the fragment if it is one) of each operand."""
-    found, at = [], 0
-    for operand in declared.operands:
-        fragment = operand if isinstance(operand, Fragment) else None
-        found.append((at, register_dtype(operand.type), fragment))
-        at += 2 if fragment else 1
-    return found
-
-
-def _kept(value: Any) -> Any:
-    return value
-
-
-def _scalar(value: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return value
-    try:
-        return dtype.type(value)
-    except OverflowError:
-        return wrapped(value, dtype)
-
-
-def _plain(value: Any) -> Any:
-    """A value as kernels hold it: integers as Python's, floats as NumPy's."""
-    return value.item() if getattr(value, "dtype", None) is not None and value.dtype.kind in "iub" else value
-
-
-def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> np.ndarray:
-    if at < 0 or at + count > array.size:
-        raise thread.fault(
-            faults.OutOfBounds, f"registers {at}..{at + count - 1} of a local array of {array.size} elements"
-        )
-    if role != "out" and not array.known(at, at + count):
-        raise thread.fault(
-            faults.UninitialisedRead,
-            f"registers {at}..{at + count - 1} of a local array are used before they are all written",
-        )
-    return array.data[at : at + count]
-
-
-def _for_thread(declared: Instruction) -> Callable[..., Any]:
-    layout, emulate = _layout(declared), declared.emulate
-    memory = declared.effect == "memory"
-    if not any(f for _, _, f in layout):
-        if not memory and len(layout) == 1 and layout[0][1] is not None:
-            kind = layout[0][1].type
-
-            def single(x: Any) -> Any:
-                return _plain(emulate(kind(x)))
-
-            return single
-
-        if memory and declared.returns and len(layout) == 1 and layout[0][1] is not None:
-            return _for_load_of_one(declared)
-        kinds = [_kept if dtype is None else dtype.type for _, dtype, _ in layout]
-
-        def scalars(*args: Any) -> Any:
-            try:
-                values = [kind(arg) for kind, arg in zip(kinds, args)]  # noqa: B905, many times a thread
-            except OverflowError:
-                values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
-            if memory:
-                thread: Any = getcurrent()
-                if thread.op is not None:
-                    thread.flush()
-                values.insert(0, ThreadMemory(thread))
-            return _plain(emulate(*values))
-
-        return scalars
-
-    if memory and declared.returns is None and len(layout) == 2:
-        kinds = [fragment.role if fragment else "address" for _, _, fragment in layout]
-        if kinds == ["out", "address"]:
-            return _for_load(declared)
-        if kinds == ["address", "in"]:
-            return _for_store(declared)
-
-    def call(*args: Any) -> Any:
-        thread: Any = getcurrent()
-        if memory and thread.op is not None:
-            thread.flush()
-        inputs: list[Any] = [ThreadMemory(thread)] if memory else []
-        outputs = []
-        for at, dtype, fragment in layout:
-            if fragment is None:
-                inputs.append(_scalar(args[at], dtype))
-                continue
-            array, first = args[at], int(args[at + 1])
-            array.settle(first, fragment.count)
-            row = _rows(array, first, fragment.count, thread, fragment.role)
-            if fragment.role != "out":
-                inputs.append(row)
-            if fragment.role != "in":
-                outputs.append((array, first, fragment.count))
-        given = emulate(*inputs)
-        results = given if isinstance(given, tuple) else (given,)
-        value = None
-        if declared.returns:
-            value, results = _plain(results[0]), results[1:]
-        for (array, first, count), result in zip(outputs, results, strict=False):
-            array.data[first : first + count] = result
-            array.written(first, first + count)
-        return value
-
-    return call
-
-
-def _for_load(declared: Instruction) -> Callable[..., Any]:
-    """``(fragment, first, address)``: what one thread does most often, without the overhead of the general case."""
-    (_, _, fragment), (_, kind, _) = _layout(declared)
-    emulate, count, last = declared.emulate, fragment.count, np.iinfo(kind).max
-
-    def load(array: Any, first: Any, address: Any) -> None:
-        thread: Any = getcurrent()
-        if thread.op is not None:
-            thread.flush()
-        if array.op is not None or array.flights:
-            array.settle(first, count)
-        if not 0 <= address <= last:
-            address = _scalar(address, kind)
-        end = first + count
-        if first < 0 or end > array.size:
-            _rows(array, first, count, thread, "out")
-        array.data[first:end] = emulate(ThreadMemory(thread), address)
-        array.written(first, end)
-
-    return load
-
-
-def _for_load_of_one(declared: Instruction) -> Callable[..., Any]:
-    """``(address)``, which returns what is there, likewise."""
-    ((_, kind, _),) = _layout(declared)
-    emulate, last = declared.emulate, np.iinfo(kind).max
-
-    def load(address: Any) -> Any:
-        thread: Any = getcurrent()
-        if thread.op is not None:
-            thread.flush()
-        if not 0 <= address <= last:
-            address = _scalar(address, kind)
-        return _plain(emulate(ThreadMemory(thread), address))
-
-    return load
-
-
-def _for_store(declared: Instruction) -> Callable[..., Any]:
-    """``(address, fragment, first)``, likewise."""
-    (_, kind, _), (_, _, fragment) = _layout(declared)
-    emulate, count, last = declared.emulate, fragment.count, np.iinfo(kind).max
-
-    def store(address: Any, array: Any, first: Any) -> None:
-        thread: Any = getcurrent()
-        if thread.op is not None:
-            thread.flush()
-        if array.op is not None or array.flights:
-            array.settle(first, count)
-        if not 0 <= address <= last:
-            address = _scalar(address, kind)
-        emulate(ThreadMemory(thread), address, _rows(array, first, count, thread, "in"))
-
-    return store
-
-
 def _for_group(declared: Instruction) -> Callable[..., Any]:
-    layout = _layout(declared)
+    layout = layout_of(declared)
     size = GROUP_SIZE[declared.group]
     fragments = tuple(at for at, _, f in layout if f)
     counts = {at: f.count for at, _, f in layout if f}
@@ -311,7 +122,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
         outputs = []
         for at, dtype, fragment in layout:
             if fragment is None:
-                inputs.append(np.array([_scalar(a[at], dtype) for a in op.args], dtype))
+                inputs.append(np.array([scalar(a[at], dtype) for a in op.args], dtype))
                 continue
             if fragment.role != "out":
                 inputs.append(gathered(op, gang, at, fragment, threads))
@@ -338,7 +149,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
             array.op = op
         if returns:
             thread.flush()
-            return _plain(op.result[thread.tid - gang.first])
+            return plain(op.result[thread.tid - gang.first])
         return None
 
     return call
@@ -360,12 +171,12 @@ def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thre
     array, first = op.args[0][at], int(op.args[0][at + 1])
     count = fragment.count
     if op.uniform and array.row + gang.size <= len(array.store.data):
-        _rows(array, first, count, threads[0], "out")
+        rows_of(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
         if array.store.init[rows, first : first + count].all():
             return array.store.data[rows, first : first + count]
     return np.stack(
-        [_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
+        [rows_of(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
     )
 
 
@@ -374,7 +185,7 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
     array, first = op.args[0][at], int(op.args[0][at + 1])
     count = fragment.count
     if op.uniform and array.row + gang.size <= len(array.store.data):
-        _rows(array, first, count, threads[0], "out")
+        rows_of(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
         array.store.data[rows, first : first + count] = result
         array.store.init[rows, first : first + count] = True
@@ -382,5 +193,5 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
             array.store.touched[rows, first : first + count] = threads[0].register_fences
         return
     for a, thread, row in zip(op.args, threads, result, strict=True):
-        _rows(a[at], int(a[at + 1]), count, thread, "out")[:] = row
+        rows_of(a[at], int(a[at + 1]), count, thread, "out")[:] = row
         a[at].written(int(a[at + 1]), int(a[at + 1]) + count)

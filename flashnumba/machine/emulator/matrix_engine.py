@@ -12,8 +12,9 @@ import numpy as np
 from flashnumba.machine.emulator import faults
 from flashnumba.machine.emulator.clock import SHIFT, Clock
 from flashnumba.machine.emulator.copies import swizzled
-from flashnumba.machine.emulator.execution import _rows, gathered, join
+from flashnumba.machine.emulator.execution import gathered, join
 from flashnumba.machine.emulator.gang import Gang, Op
+from flashnumba.machine.emulator.one_thread import rows_of
 from flashnumba.machine.emulator.tensor_core import dot
 
 if TYPE_CHECKING:
@@ -183,13 +184,13 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
     if accumulate:
         gathered(op, gang, 0, acc, threads)  # type: ignore[arg-type]
     for x, thread in zip(op.args, threads, strict=True):
-        _rows(x[0], int(x[1]), shape.n // 2, thread, "out")
+        rows_of(x[0], int(x[1]), shape.n // 2, thread, "out")
         x[0].init[int(x[1]) : int(x[1]) + shape.n // 2] = True  # as good as written: nobody may look before the wait
 
     def compute() -> None:
         a = a_values if a_descriptor is None else _operand(block, a_descriptor, 64, shape.a_mn, shape.dtype)
         b = _operand(block, b_descriptor, shape.n, shape.b_mn, shape.dtype).T
-        rows = [_rows(x[0], int(x[1]), shape.n // 2, t, "out") for x, t in zip(op.args, threads, strict=True)]
+        rows = [rows_of(x[0], int(x[1]), shape.n // 2, t, "out") for x, t in zip(op.args, threads, strict=True)]
         c = accumulator_to_matrix(np.stack(rows)) if accumulate else np.zeros((64, shape.n), np.float32)
         product = matrix_to_accumulator(
             dot(a.astype(np.float32), b.astype(np.float32), c, shape.format, unit="wgmma", arch=block.launch.arch)
