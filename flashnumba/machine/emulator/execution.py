@@ -16,9 +16,9 @@ import numpy as np
 from greenlet import getcurrent
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import wrapped
 from flashnumba.machine.emulator.gang import Gang, Op
 from flashnumba.machine.emulator.one_thread import for_thread, layout_of, plain, rows_of, scalar
+from flashnumba.machine.emulator.registers import wrapped
 from flashnumba.machine.instruction import Fragment, Instruction, runs_on
 
 if TYPE_CHECKING:

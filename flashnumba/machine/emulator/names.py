@@ -13,8 +13,9 @@ import numpy as np
 from greenlet import getcurrent
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import LocalArray, LocalStore, SharedArray, wrapped
+from flashnumba.machine.emulator.arrays import SharedArray
 from flashnumba.machine.emulator.gang import meet
+from flashnumba.machine.emulator.registers import LocalArray, LocalStore, wrapped
 from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.numba import types
 

@@ -12,7 +12,7 @@ import numpy as np
 from greenlet import getcurrent
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import LocalArray, wrapped
+from flashnumba.machine.emulator.registers import LocalArray, wrapped
 from flashnumba.machine.instruction import Fragment, Instruction, register_dtype
 
 if TYPE_CHECKING:
