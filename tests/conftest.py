@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -11,7 +12,23 @@ from flashnumba.machine.function import Kernel
 from flashnumba.machine.layout import parameters
 from tests.machine.fakes import Driver, Torch
 
+# Python's collector looks at all that is new after every 700 objects, and often at all there is: a sixth of collecting
+# these tests, and a twentieth of running them. They leave little behind that only it finds.
+gc.set_threshold(50_000, 20, 50)
+
+LONG = ("tests/test_lessons.py::test_it_runs", "tests/test_docs.py::test_the_site")
+
 WORDS = {"float32": "f", "int32": "i", "int64": "q"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Spread over processes the longest tests come first, so that at the end no process waits for another's."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # modules and tests stay to the end
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

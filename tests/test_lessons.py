@@ -168,10 +168,13 @@ def said(cell) -> str:
 
 RECORDED = """\
 import flashnumba.machine.compiler as c; c.why_not = lambda: 'not asked: tests read the record'
-%config InlineBackend.print_figure_kwargs = {'bbox_inches': None}
+import gc; gc.set_threshold(50_000, 20, 50)
+import flashnumba.machine.instructions.ordered as o; o.PATIENCE = 5000
+%config InlineBackend.print_figure_kwargs = {'bbox_inches': None, 'dpi': 30}
 """
 """A cell before the first: compiling is what takes longest in a lesson, and the record has tests of its own. Figures
-keep their margins: to cut them off is to draw once more."""
+keep their margins, which to cut off is to draw once more, and are small. The garbage collector as in conftest.py, and a
+deadlock of polling threads is found as early as in the tests of their kernels."""
 
 
 def executed(name: str, machine: str):

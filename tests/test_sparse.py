@@ -58,8 +58,10 @@ def test_numpy_and_kernels_agree(name):
     if name == "sparge":
         np.testing.assert_array_equal(info.mask, of_numpy.mask)
         assert info.mask.sum() < info.mask.size
-    plain = function(Q, K, V, **options, backend="emulator")
-    np.testing.assert_array_equal(plain, o, err_msg="whether a map is made changes no bit")
+    if name == "block_sparse":
+        options = {"mask": MASK[:, :1]}
+    plain = function(Q[:, :1], K, V, **options, backend="emulator")
+    np.testing.assert_array_equal(plain, o[:, :1], err_msg="whether a map is made changes no bit")
 
 
 def test_decoding_and_no_threshold():

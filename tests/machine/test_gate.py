@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +136,14 @@ def test_the_offline_gate_reads_the_ladder(monkeypatch):
         ("copies", "75"), ("copies", "80"), ("copies", "86"), ("copies", "89"), ("copies", "90a"), ("copies", "100a"),
         ("copies", "120a"), ("doubles", "90a"),
     ]  # fmt: skip
+    assert module.VERSIONS and module.RECORDED
+    module.VERSIONS = module.compiler()
+    row = module.resources_of(good, compile_kernel(good.kernel, good.signature, "75"))
+    module.RECORDED["copies", "75"] = row
     module.test_a_kernel_compiles_to_what_it_should(good, "75")
+    module.RECORDED["copies", "75"] = replace(row, registers=row.registers + 1)
+    with pytest.raises(AssertionError, match="writes it anew"):
+        module.test_a_kernel_compiles_to_what_it_should(good, "75")
     with pytest.raises(AssertionError):
         module.test_a_kernel_compiles_to_what_it_should(bad, "90a")
     module.SPILLS_THAT_PAY["gone", "80"] = 8

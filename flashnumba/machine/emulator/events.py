@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
-from flashnumba.machine.emulator.arrays import GlobalArray, LocalArray, LocalStore, SharedArray
+from flashnumba.machine.emulator.arrays import GlobalArray, SharedArray
 from flashnumba.machine.emulator.block import Block
 from flashnumba.machine.emulator.event_log import EVENTS, FP32, OTHER, SPECIAL, Event, WarpLog, add
 from flashnumba.machine.emulator.event_notes import bind_logged
 from flashnumba.machine.emulator.launch import Launch, Names, Report
 from flashnumba.machine.emulator.names import BUILTINS, CUDA, MATH
+from flashnumba.machine.emulator.registers import LocalArray, LocalStore
 from flashnumba.machine.emulator.tensor_core import settings
 from flashnumba.machine.function import Kernel
 

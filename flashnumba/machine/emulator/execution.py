@@ -16,9 +16,10 @@ import numpy as np
 from greenlet import getcurrent
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import LocalArray, wrapped
 from flashnumba.machine.emulator.gang import Gang, Op
-from flashnumba.machine.instruction import Fragment, Instruction, register_dtype, runs_on
+from flashnumba.machine.emulator.one_thread import for_thread, layout_of, plain, rows_of, scalar
+from flashnumba.machine.emulator.registers import wrapped
+from flashnumba.machine.instruction import Fragment, Instruction, runs_on
 
 if TYPE_CHECKING:
     from flashnumba.machine.emulator.thread import Thread
@@ -66,31 +67,6 @@ class Memory:
             memory.store(at, row, thread)
 
 
-class ThreadMemory:
-    """The same for one thread: an address is one integer, data one row of bytes."""
-
-    __slots__ = ("block", "thread")
-
-    def __init__(self, thread: Thread):
-        self.thread, self.block = thread, thread.block
-
-    def read_shared(self, address: Any, nbytes: int) -> np.ndarray:
-        shared, at = self.block.shared, int(address)
-        shared.check_read(at, at + nbytes, self.thread, align=nbytes)
-        return shared.data[at : at + nbytes].copy()
-
-    def write_shared(self, address: Any, data: np.ndarray) -> None:
-        shared, at, nbytes = self.block.shared, int(address), data.shape[-1]
-        shared.check_write(at, at + nbytes, self.thread, align=nbytes)
-        shared.data[at : at + nbytes] = data
-
-    def read_global(self, address: Any, nbytes: int) -> np.ndarray:
-        return self.block.launch.memory.load(int(address), nbytes, self.thread).copy()
-
-    def write_global(self, address: Any, data: np.ndarray) -> None:
-        self.block.launch.memory.store(int(address), data, self.thread)
-
-
 def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     """The function that stands for an instruction in an emulated kernel."""
     if not runs_on(arch, declared.arch):
@@ -100,19 +76,23 @@ def bind(declared: Instruction, arch: str) -> Callable[..., Any]:
     if declared.quick is not None:
         return declared.quick
     if declared.group == "thread":
-        return _for_thread(declared)
+        return for_thread(declared)
     return _for_group(declared)
 
 
 def _for_control(declared: Instruction) -> Callable[..., Any]:
     """Arguments as the registers hold them: an integer of another width is cut to its operand's."""
     emulate = declared.emulate
-    cut = [(at, dtype) for at, dtype, f in _layout(declared) if f is None and dtype is not None and dtype.kind in "iu"]
+    cut = [
+        (at, dtype, np.iinfo(dtype).max)
+        for at, dtype, f in layout_of(declared)
+        if f is None and dtype is not None and dtype.kind in "iu"
+    ]
 
     def call(*args: Any) -> Any:
-        for at, dtype in cut:
+        for at, dtype, last in cut:
             value = args[at]
-            if isinstance(value, (int, np.integer)) and not 0 <= value < 1 << (8 * dtype.itemsize - 1):
+            if isinstance(value, (int, np.integer)) and not 0 <= value <= last:
                 args = (*args[:at], wrapped(int(value), dtype).item(), *args[at + 1 :])
         return emulate(getcurrent(), *args)
 
@@ -129,109 +109,10 @@ def _lacking(declared: Instruction, arch: str) -> Callable[..., Any]:
     return missing
 
 
-def _layout(declared: Instruction) -> list[tuple[int, Any, Fragment | None]]:
-    """(position among the call's arguments, NumPy dtype, the fragment if it is one) of each operand."""
-    found, at = [], 0
-    for operand in declared.operands:
-        fragment = operand if isinstance(operand, Fragment) else None
-        found.append((at, register_dtype(operand.type), fragment))
-        at += 2 if fragment else 1
-    return found
-
-
-def _kept(value: Any) -> Any:
-    return value
-
-
-def _scalar(value: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return value
-    try:
-        return dtype.type(value)
-    except OverflowError:
-        return wrapped(value, dtype)
-
-
-def _plain(value: Any) -> Any:
-    """A value as kernels hold it: integers as Python's, floats as NumPy's."""
-    return value.item() if getattr(value, "dtype", None) is not None and value.dtype.kind in "iub" else value
-
-
-def _rows(array: LocalArray, at: int, count: int, thread: Thread, role: str) -> np.ndarray:
-    if at < 0 or at + count > array.size:
-        raise thread.fault(
-            faults.OutOfBounds, f"registers {at}..{at + count - 1} of a local array of {array.size} elements"
-        )
-    if role != "out" and not array.init[at : at + count].all():
-        raise thread.fault(
-            faults.UninitialisedRead,
-            f"registers {at}..{at + count - 1} of a local array are used before they are all written",
-        )
-    return array.data[at : at + count]
-
-
-def _for_thread(declared: Instruction) -> Callable[..., Any]:
-    layout, emulate = _layout(declared), declared.emulate
-    memory = declared.effect == "memory"
-    if not any(f for _, _, f in layout):
-        if not memory and len(layout) == 1 and layout[0][1] is not None:
-            kind = layout[0][1].type
-
-            def single(x: Any) -> Any:
-                return _plain(emulate(kind(x)))
-
-            return single
-
-        kinds = [_kept if dtype is None else dtype.type for _, dtype, _ in layout]
-
-        def scalars(*args: Any) -> Any:
-            try:
-                values = [kind(arg) for kind, arg in zip(kinds, args)]  # noqa: B905, many times a thread
-            except OverflowError:
-                values = [_scalar(args[at], dtype) for at, dtype, _ in layout]
-            if memory:
-                thread: Any = getcurrent()
-                if thread.op is not None:
-                    thread.flush()
-                values.insert(0, ThreadMemory(thread))
-            return _plain(emulate(*values))
-
-        return scalars
-
-    def call(*args: Any) -> Any:
-        thread: Any = getcurrent()
-        if memory and thread.op is not None:
-            thread.flush()
-        inputs: list[Any] = [ThreadMemory(thread)] if memory else []
-        outputs = []
-        for at, dtype, fragment in layout:
-            if fragment is None:
-                inputs.append(_scalar(args[at], dtype))
-                continue
-            array, first = args[at], int(args[at + 1])
-            array.settle(first, fragment.count)
-            row = _rows(array, first, fragment.count, thread, fragment.role)
-            if fragment.role != "out":
-                inputs.append(row)
-            if fragment.role != "in":
-                outputs.append((array, first, fragment.count))
-        given = emulate(*inputs)
-        results = given if isinstance(given, tuple) else (given,)
-        value = None
-        if declared.returns:
-            value, results = _plain(results[0]), results[1:]
-        for (array, first, count), result in zip(outputs, results, strict=False):
-            array.data[first : first + count] = result
-            array.written(first, first + count)
-        return value
-
-    return call
-
-
 def _for_group(declared: Instruction) -> Callable[..., Any]:
-    layout = _layout(declared)
+    layout = layout_of(declared)
     size = GROUP_SIZE[declared.group]
-    fragments = [at for at, _, f in layout if f]
+    fragments = tuple(at for at, _, f in layout if f)
     counts = {at: f.count for at, _, f in layout if f}
     returns = declared.returns is not None
 
@@ -241,7 +122,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
         outputs = []
         for at, dtype, fragment in layout:
             if fragment is None:
-                inputs.append(np.array([_scalar(a[at], dtype) for a in op.args], dtype))
+                inputs.append(np.array([scalar(a[at], dtype) for a in op.args], dtype))
                 continue
             if fragment.role != "out":
                 inputs.append(gathered(op, gang, at, fragment, threads))
@@ -260,8 +141,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
         gang = thread.gangs.get(size) if op is None or len(op.args) == size else None
         if gang is None:
             gang = join(thread, size)
-        key = [(args[at].store, args[at + 1]) for at in fragments]
-        op = gang.post(thread, declared, args, key, execute)
+        op = gang.post(thread, declared, args, fragments, execute)
         for at in fragments:
             array = args[at]
             if array.flights:
@@ -269,7 +149,7 @@ def _for_group(declared: Instruction) -> Callable[..., Any]:
             array.op = op
         if returns:
             thread.flush()
-            return _plain(op.result[thread.tid - gang.first])
+            return plain(op.result[thread.tid - gang.first])
         return None
 
     return call
@@ -291,12 +171,12 @@ def gathered(op: Op, gang: Gang, at: int, fragment: Fragment, threads: list[Thre
     array, first = op.args[0][at], int(op.args[0][at + 1])
     count = fragment.count
     if op.uniform and array.row + gang.size <= len(array.store.data):
-        _rows(array, first, count, threads[0], "out")
+        rows_of(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
         if array.store.init[rows, first : first + count].all():
             return array.store.data[rows, first : first + count]
     return np.stack(
-        [_rows(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
+        [rows_of(a[at], int(a[at + 1]), count, t, fragment.role) for a, t in zip(op.args, threads, strict=True)]
     )
 
 
@@ -305,7 +185,7 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
     array, first = op.args[0][at], int(op.args[0][at + 1])
     count = fragment.count
     if op.uniform and array.row + gang.size <= len(array.store.data):
-        _rows(array, first, count, threads[0], "out")
+        rows_of(array, first, count, threads[0], "out")
         rows = slice(array.row, array.row + gang.size)
         array.store.data[rows, first : first + count] = result
         array.store.init[rows, first : first + count] = True
@@ -313,5 +193,5 @@ def scattered(op: Op, gang: Gang, at: int, fragment: Fragment, result: np.ndarra
             array.store.touched[rows, first : first + count] = threads[0].register_fences
         return
     for a, thread, row in zip(op.args, threads, result, strict=True):
-        _rows(a[at], int(a[at + 1]), count, thread, "out")[:] = row
+        rows_of(a[at], int(a[at + 1]), count, thread, "out")[:] = row
         a[at].written(int(a[at + 1]), int(a[at + 1]) + count)

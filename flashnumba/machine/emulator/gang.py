@@ -23,10 +23,10 @@ __all__ = ["Exchange", "Gang", "Op"]
 class Op:
     """One collective instruction on its way: who has posted it, with what."""
 
-    __slots__ = ("args", "count", "done", "instruction", "key", "name", "result", "uniform", "waiters")
+    __slots__ = ("args", "count", "done", "first", "instruction", "name", "result", "uniform", "waiters")
 
-    def __init__(self, instruction: Any, size: int, key: Any):
-        self.instruction, self.name, self.key = instruction, instruction.name, key
+    def __init__(self, instruction: Any, size: int, first: tuple[Any, ...]):
+        self.instruction, self.name, self.first = instruction, instruction.name, first
         self.args: list[Any] = [None] * size
         self.count, self.done, self.uniform, self.result = 0, False, True, None
         self.waiters: list[Thread] = []
@@ -42,19 +42,28 @@ class Gang:
         self.executed = 0
         self.aligned = size  # how many it takes; a block may end within a warp
 
-    def post(self, thread: Thread, instruction: Any, args: tuple[Any, ...], key: Any, execute: Any) -> Op:
-        """``thread`` reaches ``instruction``; the last of the gang executes it at once by ``execute(op, gang)``."""
+    def post(
+        self, thread: Thread, instruction: Any, args: tuple[Any, ...], fragments: tuple[int, ...], execute: Any
+    ) -> Op:
+        """``thread`` reaches ``instruction``; the last of the gang executes it at once by ``execute(op, gang)``.
+
+        ``fragments``: where local arrays stand among ``args``, each with its first index behind it.
+        """
         lane, ops, posted = thread.tid - self.first, self.ops, self.posted
         ahead = posted[lane] - self.executed
         if ahead == len(ops):
-            op = Op(instruction, self.size, key)
+            op = Op(instruction, self.size, args)
             ops.append(op)
         else:
             op = ops[ahead]
             if op.instruction is not instruction:
                 self._diverged(thread, op, instruction)
-            if op.uniform and op.key != key:
-                op.uniform = False
+            if op.uniform:
+                first = op.first
+                for at in fragments:
+                    if args[at].store is not first[at].store or args[at + 1] != first[at + 1]:
+                        op.uniform = False
+                        break
         op.args[lane] = args
         op.count += 1
         posted[lane] += 1

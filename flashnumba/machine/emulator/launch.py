@@ -17,11 +17,12 @@ from greenlet import GreenletExit, getcurrent
 
 from flashnumba.machine import numba as room
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import GlobalArray, LocalArray, SharedArray
+from flashnumba.machine.emulator.arrays import GlobalArray, SharedArray
 from flashnumba.machine.emulator.block import Block
 from flashnumba.machine.emulator.execution import bind
 from flashnumba.machine.emulator.global_memory import GlobalMemory
 from flashnumba.machine.emulator.names import BUILTINS, CASTS, CUDA, MATH
+from flashnumba.machine.emulator.registers import LocalArray
 from flashnumba.machine.emulator.tensor_core import settings
 from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.function import DeviceFunction, Kernel, exchange

@@ -12,8 +12,9 @@ import numpy as np
 from flashnumba.machine.emulator import faults
 from flashnumba.machine.emulator.clock import SHIFT, Clock
 from flashnumba.machine.emulator.copies import swizzled
-from flashnumba.machine.emulator.execution import _rows, gathered, join
+from flashnumba.machine.emulator.execution import gathered, join
 from flashnumba.machine.emulator.gang import Gang, Op
+from flashnumba.machine.emulator.one_thread import rows_of
 from flashnumba.machine.emulator.tensor_core import dot
 
 if TYPE_CHECKING:
@@ -147,9 +148,9 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
     fences, position = thread.register_fences, thread.position()
     if fences == 1:
         raise thread.fault(faults.MissingFence, f"no wgmma_fence() before the first {declared.name}")
-    key = tuple([(args[at].store, int(args[at + 1])) for at in fragments])
-    for (_, first), at in zip(key, fragments, strict=True):
-        array, count = args[at], declared.operands[at // 2].count  # type: ignore[union-attr]
+    for at in fragments:
+        array, first = args[at], int(args[at + 1])
+        count = declared.operands[at // 2].count  # type: ignore[union-attr]
         if (array.touched[first : first + count] >= fences).any():
             raise thread.fault(
                 faults.MissingFence,
@@ -157,7 +158,7 @@ def issue(declared: Instruction, shape: Shape, thread: Thread, args: tuple[Any, 
                 f"wgmma_fence()",
             )
         thread.flying[id(array), first] = array.start_flight(first, first + count, thread.wgmma_commits + 1, position)
-    op = gang.post(thread, declared, args, key, lambda op, gang: _start(op, gang, declared, shape))
+    op = gang.post(thread, declared, args, fragments, lambda op, gang: _start(op, gang, declared, shape))
     for at in fragments:
         args[at].op = op
 
@@ -183,13 +184,13 @@ def _start(op: Op, gang: Gang, declared: Instruction, shape: Shape) -> None:
     if accumulate:
         gathered(op, gang, 0, acc, threads)  # type: ignore[arg-type]
     for x, thread in zip(op.args, threads, strict=True):
-        _rows(x[0], int(x[1]), shape.n // 2, thread, "out")
+        rows_of(x[0], int(x[1]), shape.n // 2, thread, "out")
         x[0].init[int(x[1]) : int(x[1]) + shape.n // 2] = True  # as good as written: nobody may look before the wait
 
     def compute() -> None:
         a = a_values if a_descriptor is None else _operand(block, a_descriptor, 64, shape.a_mn, shape.dtype)
         b = _operand(block, b_descriptor, shape.n, shape.b_mn, shape.dtype).T
-        rows = [_rows(x[0], int(x[1]), shape.n // 2, t, "out") for x, t in zip(op.args, threads, strict=True)]
+        rows = [rows_of(x[0], int(x[1]), shape.n // 2, t, "out") for x, t in zip(op.args, threads, strict=True)]
         c = accumulator_to_matrix(np.stack(rows)) if accumulate else np.zeros((64, shape.n), np.float32)
         product = matrix_to_accumulator(
             dot(a.astype(np.float32), b.astype(np.float32), c, shape.format, unit="wgmma", arch=block.launch.arch)

@@ -6,14 +6,16 @@ import linecache
 import math as host_math
 import re
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
 from greenlet import getcurrent
 
 from flashnumba.machine.emulator import faults
-from flashnumba.machine.emulator.arrays import LocalArray, LocalStore, SharedArray, wrapped
+from flashnumba.machine.emulator.arrays import SharedArray
 from flashnumba.machine.emulator.gang import meet
+from flashnumba.machine.emulator.registers import LocalArray, LocalStore, wrapped
 from flashnumba.machine.emulator.thread import Dim3, Thread
 from flashnumba.machine.numba import types
 
@@ -134,11 +136,20 @@ _SOURCE = {
 _SHUFFLE = {how: f"shfl_{how}_sync" for how in _SOURCE}
 
 
+@cache
+def _sources(how: str, by: int) -> tuple[int, ...]:
+    """From which lane each of 32 has its value, when all ask for the same."""
+    found = [_SOURCE[how](lane, by) for lane in range(32)]
+    return tuple(source if 0 <= source < 32 else lane for lane, source in enumerate(found))
+
+
 def shuffle(thread: Thread, mask: int, value: Any, how: str, operand: int) -> Any:
     """``shfl.sync``: ``how`` is idx, up, down or xor. A lane whose source is out of range keeps its own value."""
     source_of = _SOURCE[how]
 
-    def compute(values: dict[int, Any]) -> dict[int, Any]:
+    def compute(values: dict[int, Any]) -> Any:
+        if len(values) == 32 and len({by for _, by in values.values()}) == 1:
+            return [values[source][0] for source in _sources(how, values[0][1])]
         out = {}
         for lane, (own, by) in values.items():
             source = source_of(lane, by)

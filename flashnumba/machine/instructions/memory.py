@@ -114,8 +114,8 @@ def _load(name: str) -> Instruction:
 
     def emulate(memory: Any, addr: np.ndarray) -> np.ndarray:
         data = memory.read_global(addr, nbytes) if space == "global" else memory.read_shared(addr, nbytes)
-        values = np.ascontiguousarray(data).view(dtype)
-        return values if count > 1 else values[..., 0]
+        values = data.view(dtype)
+        return values if count > 1 else values[0] if values.ndim == 1 else values[..., 0]
 
     emulate.__module__ = __name__
     ptx, _, how = _CACHE.get(cache, ("", "", ""))

@@ -1,7 +1,7 @@
 """Attention of every head of the real data, within its budget: what a trained transformer asks, not what a test draws.
 
-On the emulator the kernel ``mma`` computes three heads whole, and of each other head one tile of 128 queries before all
-512 keys, a different one from head to head. On a GPU every kernel computes all 36 heads whole.
+On the emulator the kernel ``mma`` computes three heads whole (one in CI), and of each other head one tile of 128
+queries before all 512 keys, a different one from head to head. On a GPU every kernel computes all 36 heads whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashnumba.tiles.forward import tiles_for
 
 LAYERS, HEADS, LENGTH = 3, 12, 512
 TILE = tiles_for(32, "90a").bm
-WHOLE = {(0, 2), (1, 8), (2, 0)}
+WHOLE = {(0, 2)} if "CI" in os.environ else {(0, 2), (1, 8), (2, 0)}
 """Heads that the emulator computes whole; the first has the score of 79."""
 
 
@@ -40,7 +40,7 @@ def assert_right(o, lse, q, k, v, causal, what):
 
 
 EVERY = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
-SOME = [(layer, head) for layer, head in EVERY if (layer, head) in WHOLE or head % 3 == layer]
+SOME = [(layer, head) for layer, head in EVERY if (layer, head) in {(0, 2), (1, 8), (2, 0)} or head % 3 == layer]
 """In CI, so that each layer and each number of a head is there; all of them anywhere else."""
 
 

@@ -71,19 +71,18 @@ def test_prefill(machine, tiles, n, causal):
     right(given, prefill(given, tiles, machine))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("broken", [x for x in attend.FAULTS if x != "scale"])
+WRONG = ("page", "rescale", "causal", "tail")
+"""Faults that are wrong numbers, whatever the order of threads."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "seed"), [(x, i) for x in attend.FAULTS if x != "scale" for i in range(1 if x in WRONG else 2)]
+)
 def test_planted_faults(broken, seed):
     tiles = SHARED if broken in ("maxima", "weights") else ONE
     given = problem(tiles, 2, 5, [150 if broken in ("wait", "free") else 90], size=3)
     said = caught(given, lambda: decode(given, tiles, parts=1, broken=broken, seed=seed))
-    expected = {
-        "wait": {"ReadInFlight"},
-        "page": {"wrong"},
-        "rescale": {"wrong"},
-        "causal": {"wrong"},
-        "tail": {"wrong"},
-    }
+    expected = {"wait": {"ReadInFlight"}} | {name: {"wrong"} for name in WRONG}
     assert said and said in expected.get(broken, {said}), said
     assert broken in expected or said != "wrong", f"{broken}: a missing barrier is a race, whatever came of it"
 

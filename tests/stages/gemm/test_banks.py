@@ -9,7 +9,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from flashnumba.machine.emulator.execution import ThreadMemory
+from flashnumba.machine.emulator.one_thread import ThreadMemory
 from flashnumba.stages.gemm import simt
 from flashnumba.stages.gemm.register_tile import Tiles
 from tests.stages.gemm.products import MAJORS, product

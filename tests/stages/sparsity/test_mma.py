@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import ml_dtypes
 import numpy as np
@@ -100,14 +100,15 @@ def test_scales(machine, scale):
      ("tail", "block"), ("causal", "warp"), ("v_barrier", "block")],
 )  # fmt: skip
 def test_planted_faults(broken, vote):
-    """Each is a fault of the emulator, a map that is not the reference's, or a wrong result, for every seed."""
+    """Each is a fault of the emulator, a map that is not the reference's, or a wrong result, whatever the order of
+    threads where that is something to the fault."""
     causal = broken == "causal"
     tiles = ONE if broken == "v_barrier" else TWO
     qkv = data(75, 110, heads=1)
     rows = unit_rows(tiles, vote)
     s = R.scores(*qkv[:2], causal=causal)
     wanted = R.skip(s, rows, tiles.bn, THRESHOLD)
-    for seed in range(2):
+    for seed in range(2 if broken in ("wait", "stale_flag") or "barrier" in broken else 1):
         try:
             o, lse, made = run(
                 skipping(vote, tiles=tiles, broken=broken), qkv,
@@ -201,17 +202,23 @@ def test_decoding_with_threshold_0_is_the_dense_split_bit_for_bit(machine):
     dense_bits(results, run(plan, qkv, {}, causal=True, machine=machine)[:2])
 
 
+@cache
+def decoded(rows):
+    """A step whose heads look at one thing for ``rows`` of them, and the map that a sound kernel makes."""
+    qkv = data(7, 300, heads=8, kv_heads=2, stretch=(rows, 32))
+    return qkv, run(decoding(WIDE_STEP), qkv, {"limit": limit_of(THRESHOLD)})[2]["tile_map"]
+
+
 @pytest.mark.parametrize(
     "broken", ["barrier", "vote_barrier", "v_barrier", "wait", "v_wait", "alone", "padding", "tail"]
 )
 def test_planted_faults_of_decoding(broken):
-    qkv = data(7, 300, heads=8, kv_heads=2, stretch=(2 if broken == "tail" else 4, 32))  # with rows about nothing
-    sound = run(decoding(WIDE_STEP), qkv, {"limit": limit_of(THRESHOLD)})
+    qkv, sound = decoded(2 if broken == "tail" else 4)  # with rows about nothing
     try:
         o, lse, made = run(decoding(WIDE_STEP, broken=broken), qkv, {"limit": limit_of(THRESHOLD)})
     except Fault:
         return
-    same = np.array_equal(made["tile_map"], sound[2]["tile_map"])
+    same = np.array_equal(made["tile_map"], sound)
     assert not same or not right((o, lse), qkv, kept_by(made["tile_map"], 8, 7, 300, 32))
 
 

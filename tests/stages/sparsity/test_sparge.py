@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 
@@ -30,10 +28,15 @@ def tokens(m=150, n=300, *, heads=2, d=32, seed=0):
     return tuple(x.astype(np.float16) for x in (q, k, v))
 
 
-def predicted(qkv, *, alike=0.3, cdf=0.9, topk=None, sink=False, causal=False, broken="", **more):
-    plan = partial(
-        mma.plan_sparge, by_count=topk is not None, block_m=ROWS, block_n=KEYS, noted=True, tiles=TWO, broken=broken
-    )  # fmt: skip
+def predicted(qkv, *, alike=0.3, cdf=0.9, topk=None, sink=False, causal=False, broken="", attend=False, **more):
+    """The mask, and attention over its blocks if ``attend``."""
+
+    def plan(shape):
+        whole = mma.plan_sparge(
+            shape, by_count=topk is not None, block_m=ROWS, block_n=KEYS, noted=True, tiles=TWO, broken=broken
+        )
+        return whole if attend else mma.Plan(whole.launches[:-1], whole.scratch)
+
     blocks = -(-qkv[1].shape[2] // KEYS)
     kept = max(1, int(topk * blocks)) if topk is not None else 1e30 if cdf >= 1 else cdf
     given = {"limit": -np.inf, "alike": alike, "kept": kept, "sink": sink}
@@ -46,20 +49,25 @@ def wanted(qkv, *, alike=0.3, cdf=0.9, topk=None, sink=False, causal=False):
     )  # fmt: skip
 
 
+SUMMED = ({}, {"topk": 0.3, "causal": True})
+"""Options under which attention follows; of any mask ``test_mma.py`` has it."""
+
+
 @pytest.mark.parametrize(
     "options",
-    [{}, {"topk": 0.3, "causal": True}, {"alike": 2.0, "cdf": 0.1}, {"alike": -1.0, "cdf": 0.0, "sink": True},
+    [*SUMMED, {"alike": 2.0, "cdf": 0.1}, {"alike": -1.0, "cdf": 0.0, "sink": True},
      {"cdf": 1.0, "alike": -1.0, "causal": True}],
     ids=["sum", "count, causal", "nothing is alike", "one block, and the sink", "all"],
 )  # fmt: skip
 def test_the_mask_is_the_references(machine, options):
     qkv = tokens()
-    o, lse, made = predicted(qkv, **options, machine=machine)
+    attend = options in SUMMED
+    o, lse, made = predicted(qkv, **options, machine=machine, attend=attend)
     mask = wanted(qkv, **options)
     np.testing.assert_array_equal(made["mask"], mask)
     causal = options.get("causal", False)
     assert mask.any(-1).all(), "every row keeps a block"
-    assert right((o, lse), qkv, R.expand(mask, ROWS, KEYS, *(x.shape[2] for x in qkv[:2])), causal=causal)
+    assert not attend or right((o, lse), qkv, R.expand(mask, ROWS, KEYS, *(x.shape[2] for x in qkv[:2])), causal=causal)
     np.testing.assert_allclose(made["same_k"], R.alikeness(qkv[1], KEYS), atol=1e-5)
 
 
