@@ -2,6 +2,13 @@
 
 Forward: ``states``, ``classify`` (or, for a map of the caller's, ``row lists``), ``gather``, ``attend``.
 Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``.
+
+Tiles have 64 or 128 columns (:data:`~.sla_products.DIMENSIONS`), and any head dimension up to that lies in one of them:
+columns that are not there are zeros in each tile, and so in states and sums.
+
+Of fewer heads of keys than of queries ``states`` and ``keys`` have one for each head of keys, and all that is a row
+tile's one for each head of queries. ``gather`` sees the row tiles of a group one after the other, as one head: the
+gradient's product with W transposed is then a sum over the group.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from flashnumba.stages.sparsity.sla_lists import (
     make_key_lists,
     make_row_lists,
 )
+from flashnumba.stages.sparsity.sla_products import DIMENSIONS, width_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.forward import tier
 
@@ -70,18 +78,19 @@ DEFAULT = Options()
 
 def sizes(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Elements and shape of everything that kernels leave for one another, by name."""
-    b, h, m, n, d, element = shape.batch, shape.heads, shape.m, shape.n, shape.d, shape.element
-    i, j = tiles_of(shape)
-    parts = min(PARTS, b * h * j)
+    b, h, g, m, n, element = shape.batch, shape.heads, shape.kv_heads, shape.m, shape.n, shape.element
+    (i, j), d = tiles_of(shape), width_of(shape.d)
+    parts = min(PARTS, b * g * j)
     return {
-        "dv_l": (element, (b, h, n, d)),
-        "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, h, d, j)), "classes": ("int8", (b, h, i, j)),
-        "lists": ("int32", (b, h, i, j)), "counts": ("int32", (b, h, i)), "key_lists": ("int32", (b, h, j, i)),
-        "key_counts": ("int32", (b, h, j)), "weights": (element, (b, h, i, -(-j // 8) * 8)),
-        **dict.fromkeys(("states", "dstates"), (element, (b, h, j, d * (d + 1)))),
+        "dv_l": (element, (b, g, n, d)),
+        "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, g, d, j)), "classes": ("int8", (b, h, i, j)),
+        "lists": ("int32", (b, h, i, j)), "counts": ("int32", (b, h, i)),
+        "key_lists": ("int32", (b, g, j, h // g * i)), "key_counts": ("int32", (b, g, j)),
+        "weights": (element, (b, h, i, -(-j // 8) * 8)),
+        **dict.fromkeys(("states", "dstates"), (element, (b, g, j, d * (d + 1)))),
         **dict.fromkeys(("sums", "dsums"), (element, (b, h, i, d * (d + 1)))),
         **dict.fromkeys(("lse", "origin", "bias", "share", "delta"), ("float32", (b, h, m))),
-        "parts": ("float32", (parts, d, d)), "dproj": ("float32", (d, d)), "proj": (element, (d, d)),
+        "parts": ("float32", (parts, d, d)), "dproj": ("float32", (shape.d, shape.d)), "proj": (element, (d, d)),
     }  # fmt: skip
 
 
@@ -92,14 +101,14 @@ def tiles_of(shape: Shape) -> tuple[int, int]:
 
 def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = False) -> Plan:
     """The forward; ``given``: the map is the caller's."""
-    d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
-    i, j = tiles_of(shape)
+    element, arch, all_heads, of_keys = shape.element, tier(shape.arch), shape.batch * shape.heads, kv_heads_of(shape)
+    (i, j), d, how = tiles_of(shape), width_of(shape.d), columns_of(shape)
     attend, lists = sla_forward.forward_tiles(d, shape.arch), ("lists", "counts", "weights")
     resident = sla_states.states_blocks(d, options.projected) * multiprocessors()
     launches = [
         Launch(
-            sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch),
-            min(sla_states.states_items(i * all_heads, j * all_heads, not given), resident), 128,
+            sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch, **how),
+            min(sla_states.states_items(i * all_heads, j * of_keys, not given), resident), 128,
             sla_states.states_shared(d, options.projected), ("q", "k", "v", "proj", "q_means", "k_means", "states"),
         ),
     ]  # fmt: skip
@@ -109,15 +118,17 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
     else:
         rows, numbers = classify_rows(j), ("rows", "keys", "critical", "negligible", "unit", "causal")
         blocks = (4 if rows <= 8 else 3) if shape.arch == "90a" else 2  # a multiprocessor, by registers
-        classify = make_classify(d, element, options.form, rows, classify_held(j), blocks, arch)
+        classify = make_classify(
+            d, element, options.form, rows, classify_held(j), blocks, arch, grouped=shape.group > 1
+        )
         of_map = ("q_means", "k_means", "classes", *lists, *numbers)
         grid = -(-i // rows) * all_heads
         launches.append(Launch(classify, grid, CLASSIFY_THREADS, classify_shared(j, d), of_map))
     launches += [
         sla_gather.plan_gather(shape, False),
         Launch(
-            sla_forward.make_attend(attend, element, options.feature_map, arch), i * all_heads, attend.threads,
-            attend.shared,
+            sla_forward.make_attend(attend, element, options.feature_map, arch, grouped=shape.group > 1, **how),
+            i * all_heads, attend.threads, attend.shared,
             ("q", "k", "v", "o", "lse", "origin", "bias", "share", "lists", "counts", "sums", "scale", "eps", "causal"),
         ),
     ]  # fmt: skip
@@ -126,44 +137,59 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
 
 def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     """The gradients, from what the forward has kept."""
-    d, element, arch, all_heads = shape.d, shape.element, tier(shape.arch), shape.batch * shape.heads
-    i, j = tiles_of(shape)
+    element, arch, all_heads, kv_heads = shape.element, tier(shape.arch), shape.batch * shape.heads, kv_heads_of(shape)
+    (i, j), d, how, grouped = tiles_of(shape), width_of(shape.d), columns_of(shape), shape.group > 1
     of_rows, of_keys = sla_backward.dq_tiles(d, shape.arch), sla_backward.dkdv_tiles(d, shape.arch)
     statistics = ("delta", "origin", "bias")
     of_rows_blocks = 3 if d > 64 and shape.arch == "90a" else 0  # where shared memory admits so many
-    key_blocks, parts, linear = -(-j // KEY_THREADS) * all_heads, min(PARTS, j * all_heads), sla_linear_backward
+    key_blocks, parts, linear = -(-j // KEY_THREADS) * kv_heads, min(PARTS, j * kv_heads), sla_linear_backward
     launches = [
         Launch(make_key_lists(), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
         Launch(
-            linear.make_rows(d, element, options.feature_map, of_rows_blocks, arch), i * all_heads, 128,
+            linear.make_rows(d, element, options.feature_map, of_rows_blocks, arch, **how), i * all_heads, 128,
             linear.rows_shared(d),
             ("do", "o", "q", "sums", "share", "dq", "dsums", "delta"),
         ),
         sla_gather.plan_gather(shape, True),
         Launch(
-            linear.make_keys(d, element, options.feature_map, options.projected, arch), j * all_heads, 128,
+            linear.make_keys(d, element, options.feature_map, options.projected, arch, **how), j * kv_heads, 128,
             linear.keys_shared(d, options.projected), ("k", "v", "proj", "dstates", "dk", "dv", "dv_l"),
         ),
         Launch(
-            sla_backward.make_dq(of_rows, element, arch), i * all_heads, of_rows.threads, of_rows.shared,
+            sla_backward.make_dq(of_rows, element, arch, grouped=grouped, **how), i * all_heads, of_rows.threads,
+            of_rows.shared,
             ("q", "k", "v", "do", "dq", *statistics, "lists", "counts", "scale", "causal"),
         ),
         Launch(
-            sla_backward.make_dkdv(of_keys, element, arch), j * all_heads, of_keys.threads, of_keys.shared,
+            sla_backward.make_dkdv(of_keys, element, arch, grouped=grouped, **how), j * kv_heads, of_keys.threads,
+            of_keys.shared,
             ("q", "k", "v", "do", "dk", "dv", *statistics, "key_lists", "key_counts", "scale", "causal"),
         ),
     ]  # fmt: skip
     if options.projected:
         launches += [
-            Launch(linear.make_project(d, element, arch), parts, 128, linear.project_shared(d), ("v", "dv_l", "parts")),
-            Launch(linear.make_add_up(), d * d // 128, 128, 0, ("parts", "dproj")),
+            Launch(
+                linear.make_project(d, element, arch, **how), parts, 128, linear.project_shared(d),
+                ("v", "dv_l", "parts"),
+            ),  # fmt: skip
+            Launch(linear.make_add_up(), -(-shape.d * shape.d // 128), 128, 0, ("parts", "dproj")),
         ]
     return Plan(tuple(launches), scratch_of(shape, launches))
 
 
+def kv_heads_of(shape: Shape) -> int:
+    """Heads of keys, of all batches."""
+    return shape.batch * shape.kv_heads
+
+
+def columns_of(shape: Shape) -> dict[str, int]:
+    """How kernels are told the head dimension, where it is not their tiles'."""
+    return {} if shape.d in DIMENSIONS else {"columns": shape.d}
+
+
 def scratch_of(shape: Shape, launches: list[Launch]) -> dict[str, tuple[int, ...]]:
-    known, maps = sizes(shape), sla_gather.MAPS
-    names = [maps[name][0] if name in maps else name for launch in launches for name in launch.args]
+    known, aliases = sizes(shape), sla_gather.ALIASES
+    names = [aliases.get(name, name) for launch in launches for name in launch.args]
     return {name: known[name][1] for name in names if name in known}
 
 
@@ -175,6 +201,7 @@ def signature(shape: Shape, args: tuple[str, ...]) -> tuple[Any, ...]:
     for name, (kind, size) in sizes(shape).items():
         of = plain if kind == shape.element else getattr(types, kind)
         known[name] = types.Array(of, len(size), "A" if name == "proj" else "C")
+    known |= {name: known[array] for name, array in sla_gather.ALIASES.items() if name not in known}
     return tuple(known[a] for a in args)
 
 

@@ -33,10 +33,20 @@ from flashnumba.tiles.rows import make_store
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["WARPS", "RowSteps", "address_of", "make_column_sums", "make_product", "make_project_rows",
-           "make_row_steps", "make_store_state", "piece_of"]  # fmt: skip
+__all__ = ["DIMENSIONS", "WARPS", "RowSteps", "address_of", "head_of_keys", "is_even", "make_column_sums",
+           "make_product", "make_project_rows", "make_row_steps", "make_store_state", "piece_of",
+           "width_of"]  # fmt: skip
 
 WARPS = 4
+DIMENSIONS = (64, 128)
+"""Columns of a tile. With 256 a state alone would be 128 KB of shared memory, and a warp's share of one 512 registers a
+lane."""
+
+
+def width_of(d: int) -> int:
+    """Columns of the tiles for a head dimension: the first of :data:`DIMENSIONS` that has room for it, or ``d`` where
+    none has and no kernel takes it."""
+    return next((width for width in DIMENSIONS if d <= width), d)
 
 
 @device
@@ -46,10 +56,21 @@ def address_of(x, batch, head, row):
 
 
 @device
+def head_of_keys(head, q, k):
+    """The head of k ``[B, Hkv, ...]`` that head ``head`` of q ``[B, H, ...]`` shares with its group, int64."""
+    return int64(uint32(head) // (uint32(q.shape[1]) // uint32(k.shape[1])))
+
+
+@device
 def piece_of(number, tiles, heads):
     """(batch, head, tile) of block ``number``: tile by tile, head by head. int64."""
     index, tile = uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
     return int64(index // uint32(heads)), int64(index % uint32(heads)), int64(tile)
+
+
+def is_even(d: int, columns: int) -> bool:
+    """Whether rows of ``columns`` (0 for ``d``), and zeros up to a multiple of 8, fill those of a tile of ``d``."""
+    return not columns or -(-columns // 8) * 8 == d
 
 
 @cache
@@ -135,13 +156,17 @@ class RowSteps(NamedTuple):
 
 
 @cache
-def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, arch: str = "80") -> RowSteps:
-    """The steps; ``slope`` of :func:`flashnumba.stages.sparsity.sla_features.make_pull_back`."""
+def make_row_steps(
+    d: int, element: str, slope: DeviceFunction | None = None, arch: str = "80", *, columns: int = 0
+) -> RowSteps:
+    """The steps; ``slope`` of :func:`flashnumba.stages.sparsity.sla_features.make_pull_back`. ``columns`` as
+    :func:`~.sla_features.make_features`: rows in global memory have as many, up to the next multiple of 8."""
     groups, regs, place = d // 8, d // 2, swizzle(d).at
+    there, even = -(-(columns or d) // 8), is_even(d, columns)
     wide = vectors(element, 4, arch=arch)
     low, high, pair = wide.low, wide.high, wide.pack
     quad_sum = lanes_sum(4)
-    store_divided = make_store(AttentionTiles(d, 64, 64, WARPS), element, 16, arch)
+    store_divided = make_store(AttentionTiles(d, 64, 64, WARPS), element, 16, arch, even=even)
 
     @device
     def clear(c):
@@ -173,7 +198,7 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
         for half in range(2):
             row, total = int64(warp_row) + int64(lane >> 2) + int64(8 * half), float32(0)
             if row < rows:
-                for n in range(groups):
+                for n in range(there):
                     word = ld_global_b32(uint64(source + row * row_step + int64(16 * n) + int64(4) * int64(lane & 3)))
                     total += c[4 * n + 2 * half] * low(word) + c[4 * n + 2 * half + 1] * high(word)
             sums[half] = quad_sum(total)
@@ -209,7 +234,7 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
         for half in range(2):
             row = int64(warp_row) + int64(lane >> 2) + int64(8 * half)
             if row < rows:
-                for n in range(groups):
+                for n in range(there):
                     word = ld_global_b32(uint64(source + row * row_step + int64(16 * n) + int64(4) * int64(lane & 3)))
                     c[4 * n + 2 * half] += low(word)
                     c[4 * n + 2 * half + 1] += high(word)

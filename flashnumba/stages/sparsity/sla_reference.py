@@ -30,10 +30,12 @@ Which tiles the linear part has is the ``form``. ``"paper"``: the marginal ones.
 as the authors' branch SLA-1 has it. ``"all"``: all, critical ones included, with ``eps`` of 1e-5 beside the sum, as
 their main branch has it.
 
-Conventions. q and do ``[..., M, D]``, k and v ``[..., N, D]``; the map ``[..., row tiles, key tiles]`` int8. Of T tiles
-that a row tile sees ``ceil(critical T)`` are critical and ``floor(negligible T)`` negligible, but no critical one. Of
-equal guesses the earlier tile counts as the greater. A causal mask is bottom-right aligned; tiles that it cuts are
-critical in any case (:data:`CUT`), and tiles that no row sees are of no class (:data:`UNSEEN`), so that the linear part
+Conventions. q and do ``[..., H, M, D]``, k and v ``[..., Hkv, N, D]`` where Hkv divides H, and head h of q has that of
+keys ``h // (H // Hkv)``; or all without heads. The map is ``[..., H, row tiles, key tiles]`` int8: each head of q has a
+map of its own, and so sums H_i, while states h_j are those of the heads of keys. dk and dv are sums over a group. Of T
+tiles that a row tile sees ``ceil(critical T)`` are critical and ``floor(negligible T)`` negligible, but no critical
+one. Of equal guesses the earlier tile counts as the greater. A causal mask is bottom-right aligned; tiles that it cuts
+are critical in any case (:data:`CUT`), and tiles that no row sees are of no class (:data:`UNSEEN`), so that the linear part
 needs no mask.
 
 The limits. The classes are a guess: a tile of one great weight among small ones can have a small mean. The scale is
@@ -79,6 +81,26 @@ class SlaResult(NamedTuple):
     lse: np.ndarray
 
 
+# -- groups of heads --------------------------------------------------------------------------------------------------
+def group_of(q: np.ndarray, k: np.ndarray) -> int:
+    """Heads of q ``[..., H, M, D]`` that share one of k ``[..., Hkv, N, D]``; 1 without heads."""
+    return q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
+
+
+def spread(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Of ``[..., Hkv, N, D]`` each head as often as heads of q share it: ``[..., H, N, D]``."""
+    group = group_of(q, x)
+    return x if group == 1 else np.repeat(x, group, -3)
+
+
+def over_groups(x: np.ndarray, group: int) -> np.ndarray:
+    """``[..., H, N, D]`` summed over each ``group`` heads that follow one another: ``[..., Hkv, N, D]``."""
+    if group == 1:
+        return x
+    *lead, heads, rows, columns = x.shape
+    return x.reshape(*lead, heads // group, group, rows, columns).sum(-3)
+
+
 # -- the map -----------------------------------------------------------------------------------------------------------
 def counts(tiles: int, critical: float, negligible: float) -> tuple[int, int]:
     """(critical, negligible) tiles of so many, in whole millionths so that kernels count the same."""
@@ -99,7 +121,8 @@ def classify(
 ) -> np.ndarray:  # fmt: skip
     """The map of a problem: ``[..., row tiles, key tiles]`` int8. Softmax and scale leave the order as it is."""
     (m, n), q64, k64 = (q.shape[-2], k.shape[-2]), q.astype(np.float64), k.astype(np.float64)
-    guesses = pooled(q64, block) @ pooled(k64, block).swapaxes(-1, -2)  # [..., row tiles, key tiles]
+    of_keys = spread(pooled(k64, block), q64)  # [..., key tiles, D]
+    guesses = pooled(q64, block) @ of_keys.swapaxes(-1, -2)  # [..., row tiles, key tiles]
     found = np.full(guesses.shape, UNSEEN, np.int8)
     for i in range(found.shape[-2]):
         last = min((i + 1) * block, m)
@@ -156,6 +179,7 @@ def attend(
 ) -> SlaResult:  # fmt: skip
     """The forward in float64, with all weights in memory; ``proj`` None is the identity."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    k, v = spread(k, q), spread(v, q)  # [..., H, N, D]
     scale, eps = 1 / sqrt(q.shape[-1]) if scale is None else scale, EPS[form] if eps is None else eps
     p, lse = _weights(q, k, classes, causal, scale, block)  # [..., M, N], [..., M]
     o_s = p @ v  # [..., M, D]
@@ -172,8 +196,11 @@ def gradients(
     *, feature_map: str = "softmax", form: str = "paper", eps: float | None = None, causal: bool = False,
     scale: float | None = None, block: int = BLOCK,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """(dq, dk, dv, dproj) in float64, as the chain rule says them of the weights; dproj summed over all heads."""
+    """(dq, dk, dv, dproj) in float64, as the chain rule says them of the weights: dk and dv as k and v, summed over the
+    heads of a group; dproj ``[D, D]``, summed over all heads."""
     do, q, k, v = (x.astype(np.float64) for x in (do, q, k, v))
+    group = group_of(q, k)
+    k, v = spread(k, q), spread(v, q)  # [..., H, N, D]
     scale, eps = 1 / sqrt(q.shape[-1]) if scale is None else scale, EPS[form] if eps is None else eps
     p, _ = _weights(q, k, classes, causal, scale, block)  # [..., M, N]
     dp = do @ v.swapaxes(-1, -2)  # [..., M, N]
@@ -192,7 +219,8 @@ def gradients(
     da = kept * share * (dw - (weights * dw).sum(-1, keepdims=True))  # [..., M, N]
     dq += pull_back(phi_q, da @ phi_k, feature_map)
     dk += pull_back(phi_k, da.swapaxes(-1, -2) @ phi_q, feature_map)
-    return dq, dk, dv + weights.swapaxes(-1, -2) @ do_l, dproj
+    dv += weights.swapaxes(-1, -2) @ do_l
+    return dq, over_groups(dk, group), over_groups(dv, group), dproj
 
 
 def _wide(tiles: np.ndarray, q: np.ndarray, k: np.ndarray, block: int) -> np.ndarray:
@@ -235,6 +263,8 @@ def low_precision(
         return x.astype(dtype).astype(one)
 
     q, k, v = (x.astype(one) for x in (q, k, v))
+    group = group_of(q, k)
+    k, v = spread(k, q), spread(v, q)  # [..., H, N, D]
     p, lse = _weights(q, k, classes, causal, scale, block)  # [..., M, N], [..., M]
     o_s = rounded(p) @ v  # [..., M, D]
     phi_q, phi_k = rounded(features(q, feature_map)), rounded(features(k, feature_map))
@@ -265,13 +295,21 @@ def low_precision(
     delta = (do * o.astype(one)).sum(-1, keepdims=True) - _flat(delta_l, m)  # [..., M, 1]
     dp = do @ v.swapaxes(-1, -2)  # [..., M, N]
     ds = rounded(p * (dp - delta))  # [..., M, N]
-    dq, dk, dv = scale * (ds @ k), scale * (ds.swapaxes(-1, -2) @ q), rounded(p).swapaxes(-1, -2) @ do
+    dq = scale * (ds @ k)  # [..., M, D]
+    dk = scale * over_groups(ds.swapaxes(-1, -2) @ q, group)  # [..., Hkv, N, D]
+    dv = over_groups(rounded(p).swapaxes(-1, -2) @ do, group)  # [..., Hkv, N, D]
     dbig_h = rounded(phi_q_tiles.swapaxes(-1, -2) @ g)  # [..., row tiles, D, D]
     dbig_z = rounded((phi_q_tiles * beside).sum(-2))  # [..., row tiles, D]
-    dh = rounded(unit * np.einsum("...ij,...irc->...jrc", tiles, dbig_h))  # [..., key tiles, D, D]
-    dz = rounded(unit * (tiles.swapaxes(-1, -2) @ dbig_z))  # [..., key tiles, D]
-    dphi_k = v_tiles @ dh.swapaxes(-1, -2) + dz[..., None, :]  # [..., key tiles, block, D]
-    dv_l = rounded(_flat(phi_k_tiles @ dh, n))  # [..., N, D]
+    # From here on by heads of keys, of which each group has had as many copies as heads.
+    phi_k_tiles, v_tiles, phi_k, v = (
+        x if group == 1 else x.swapaxes(0, x.ndim - axes)[::group].swapaxes(0, x.ndim - axes)
+        for x, axes in ((phi_k_tiles, 4), (v_tiles, 4), (phi_k, 3), (v, 3))
+    )
+    dh = np.einsum("...ij,...irc->...jrc", tiles, dbig_h)  # [..., key tiles, D, D]
+    dh = rounded(unit * over_groups(dh.reshape(*dh.shape[:-2], -1), group)).reshape(*v_tiles.shape[:-2], d, d)
+    dz = rounded(unit * over_groups(tiles.swapaxes(-1, -2) @ dbig_z, group))  # [..., Hkv, key tiles, D]
+    dphi_k = v_tiles @ dh.swapaxes(-1, -2) + dz[..., None, :]  # [..., Hkv, key tiles, block, D]
+    dv_l = rounded(_flat(phi_k_tiles @ dh, n))  # [..., Hkv, N, D]
     dproj = (v.swapaxes(-1, -2) @ dv_l).reshape(-1, d, d).sum(0)  # [D, D]
     dq = (dq + rounded(pull_back(phi_q, _flat(dphi_q, m), feature_map))).astype(dtype)
     dk = (dk + rounded(pull_back(phi_k, _flat(dphi_k, n), feature_map))).astype(dtype)

@@ -64,14 +64,14 @@ class Problem:
 def make(
     dtype: Any = np.float16, m: int = 100, n: int = 200, d: int = 64, causal: bool = False,
     feature_map: str = "softmax", form: str = "paper", projected: bool = True, shares: tuple[float, float] = SHARES,
-    apart: float = 0.0, seed: int = 5,
+    apart: float = 0.0, seed: int = 5, heads: tuple[int, int] = (1, 1),
 ) -> Problem:  # fmt: skip
     """``apart``: how far queries and keys lie from 0, on either side, so that all scores are below it."""
     rng = np.random.default_rng(seed)
-    made = [rng.standard_normal((1, 1, rows, d)) for rows in (m, n, n, m)]
+    made = [rng.standard_normal((1, heads[i], rows, d)) for i, rows in ((0, m), (1, n), (1, n), (0, m))]
     q, k, v, do = (x.astype(dtype) for x in (made[0] + apart, made[1] - apart, made[2], made[3]))
     proj = (rng.standard_normal((d, d)) / 8).astype(dtype) if projected else None
-    shape = Shape(np.dtype(dtype).name, 1, 1, 1, m, n, d, causal, arch="90a")
+    shape = Shape(np.dtype(dtype).name, 1, *heads, m, n, d, causal, arch="90a")
     options = sla.check_options(*shares, feature_map, form, None, projected)
     how = {"feature_map": feature_map, "form": form, "causal": causal}
     classes = reference.classify(q, k, *shares, causal)
@@ -103,11 +103,11 @@ def nan(size: tuple[int, ...], kind: str) -> np.ndarray:
 
 def run(launch: Launch, problem: Problem, seed: int = 0) -> None:
     if by_numpy.is_gather(launch.kernel) and launch.grid > 1:
-        names = ("weights", "states", "sums")
-        if launch.kernel.name != by_numpy.NAME:
-            names = ("weights", "dsums", "dstates")
         element = element_dtype(problem.shape.element)
-        by_numpy.gather(launch.kernel, *(problem.known[name].view(element) for name in names))
+        names = [sla_gather.ALIASES.get(name, name) for name in launch.args[:3]]
+        seen = sla_gather.arguments(problem.shape, problem.known, {f"{name} of groups" for name in names})
+        arrays = (seen.get(f"{name} of groups", problem.known[name]) for name in names)
+        by_numpy.gather(launch.kernel, *(x.view(element) for x in arrays))
         return
     known = problem.known | sla_gather.arguments(problem.shape, problem.known, set(launch.args))
     if launch.kernel.name == "sparsity.sla states":
