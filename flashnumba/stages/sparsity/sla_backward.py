@@ -29,9 +29,9 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import ld_global_b32, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.backward.mma_keys import make_key_steps
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_parts import Parts, address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.stages.sparsity.sla_products import head_of_keys, is_even, make_row_steps, piece_of
+from flashnumba.stages.sparsity.sla_products import head_of_keys, is_even, make_copy_rows, make_row_steps, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
@@ -55,6 +55,17 @@ def dkdv_tiles(d: int, arch: str) -> Tiles:
     return Tiles(d, BLOCK, 32, results=2)
 
 
+def make_row_parts(tiles: Tiles, element: str, arch: str, columns: int, broken: str) -> Parts:
+    """The parts for rows of ``columns``, as :func:`~.sla_products.make_copy_rows` copies them."""
+    swizzled, threads = broken != "swizzle", tiles.threads
+    return make_parts(
+        tiles, element, 16, arch, even=is_even(tiles.d, columns), waits=broken != "wait", swizzled=swizzled
+    )._replace(
+        copy_own=make_copy_rows(tiles.own, tiles.d, threads, arch, columns=columns),
+        copy_other=make_copy_rows(tiles.other, tiles.d, threads, arch, columns=columns, on=swizzled),
+    )  # fmt: skip
+
+
 @cache
 def make_dq(
     tiles: Tiles, element: str, arch: str = "80", *, columns: int = 0, grouped: bool = False, broken: str = ""
@@ -63,9 +74,7 @@ def make_dq(
     begins. A block for each row tile. ``columns`` and ``grouped`` as :func:`~.sla_forward.make_attend`."""
     own, other, groups, slots = tiles.own, tiles.other, tiles.other // 8, tiles.slots
     per_tile = BLOCK // other
-    parts = make_parts(
-        tiles, element, 16, arch, even=is_even(tiles.d, columns), waits=broken != "wait", swizzled=broken != "swizzle"
-    )
+    parts = make_row_parts(tiles, element, arch, columns, broken)
     copy_own, copy_other, wait, commit = parts.copy_own, parts.copy_other, parts.wait, parts.commit
     weight, pack, clear, store = parts.weight, parts.pack, parts.clear, parts.store
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
@@ -189,9 +198,7 @@ def make_dkdv(
     when it begins; lists are those of key tiles, :func:`~.sla_lists.make_key_lists`. A block for each key tile.
     ``columns`` and ``grouped`` as :func:`~.sla_forward.make_attend`."""
     own, other, slots, per_tile = tiles.own, tiles.other, tiles.slots, BLOCK // tiles.other
-    parts = make_parts(
-        tiles, element, 16, arch, even=is_even(tiles.d, columns), waits=broken != "wait", swizzled=broken != "swizzle"
-    )
+    parts = make_row_parts(tiles, element, arch, columns, broken)
     copy_own, wait, commit, pack, clear, store = (
         parts.copy_own, parts.wait, parts.commit, parts.pack, parts.clear, parts.store,
     )  # fmt: skip
@@ -205,14 +212,17 @@ def make_dkdv(
     no_barrier, in_turn, alone, apart = (broken == x for x in ("barrier", "list", "linear", "group"))
 
     @device
-    def next_rows(entry, step, head, q, k, row_tiles):
-        """(head of q, first row) of a list's entry at an address, the ``step``-th; both int32."""
-        number = int32(step // int32(per_tile)) if in_turn else int32(ld_global_b32(uint64(entry)))
-        if grouped:
-            group = uint32(q.shape[1]) // uint32(k.shape[1])
-            of_group = uint32(0) if apart else uint32(number) // uint32(row_tiles)
-            head, number = int32(uint32(head) * group + of_group), int32(uint32(number) % uint32(row_tiles))
-        return head, int32(number * int32(BLOCK))
+    def entry_of(entry, step):
+        """The list's entry at an address, the ``step``-th."""
+        return int32(step // int32(per_tile)) if in_turn else int32(ld_global_b32(uint64(entry)))
+
+    @device
+    def of_group(number, head, q, k, m_rows):
+        """(head of q, its row tile) of an entry, where lists are those of a group's heads."""
+        tiles_of_head = uint32((m_rows + (BLOCK - 1)) // BLOCK)
+        first = uint32(head) * (uint32(q.shape[1]) // uint32(k.shape[1]))
+        member = uint32(0) if apart else uint32(number) // tiles_of_head
+        return int32(first + member), int32(uint32(number) % tiles_of_head)
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="sparsity.sla dk dv")
     def sla_dkdv(q, k, v, do, dk, dv, delta, origin, bias, lists, counts, scale, causal):
@@ -249,9 +259,12 @@ def make_dkdv(
         k_from, v_from = address_of(k, batch64, head64, int64(key0)), address_of(v, batch64, head64, int64(key0))
         copy_own(k_tile, k_from, k.strides[2], k.strides[3], keys_left, width)
         copy_own(v_tile, v_from, v.strides[2], v.strides[3], keys_left, width)
-        row, coming, of_q, row_tiles = int32(0), int32(0), head, (m_rows + (BLOCK - 1)) // BLOCK
+        row, coming, of_q = int32(0), int32(0), head
         if count > 0:
-            of_q, row = next_rows(entry, int32(0), head, q, k, row_tiles)
+            row = entry_of(entry, int32(0))
+            if grouped:
+                of_q, row = of_group(row, head, q, k, m_rows)
+            row = int32(row * int32(BLOCK))
             copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, of_q, row)
         commit()
         for i in range(int32(0), count, int32(1)):
@@ -259,7 +272,10 @@ def make_dkdv(
             if i + 1 < count:
                 if per_tile == 1 or (i + 1) % int32(per_tile) == 0:
                     entry += int64(4)
-                    of_q, coming = next_rows(entry, int32(i + 1), head, q, k, row_tiles)
+                    coming = entry_of(entry, int32(i + 1))
+                    if grouped:
+                        of_q, coming = of_group(coming, head, q, k, m_rows)
+                    coming = int32(coming * int32(BLOCK))
                 else:
                     coming = int32(row + int32(other))
             wait()

@@ -24,10 +24,9 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import cp_async_commit, cp_async_wait, lane_id, lg2_approx, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.sparsity import sla_linear
-from flashnumba.stages.sparsity.sla_products import WARPS, address_of, head_of_keys, is_even, piece_of
+from flashnumba.stages.sparsity.sla_products import WARPS, address_of, head_of_keys, is_even, make_copy_rows, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, seen
-from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.rows import make_hide, make_store
 
 __all__ = ["FAULTS", "forward_tiles", "make_attend"]
@@ -37,15 +36,16 @@ FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "list", "stride", "gro
 first head of keys for all."""
 
 
-def forward_tiles(d: int, arch: str = "90a") -> AttentionTiles:
+def forward_tiles(d: int, arch: str = "90a", columns: int = 0) -> AttentionTiles:
     """Tiles of ``attend``, those that were fastest on an H200: at d = 128 two warps of 32 rows, which read K and V from
-    shared memory half as often as four of 16 (325 TFLOP/s for 292 at 16k tokens), four blocks a multiprocessor.
+    shared memory half as often as four of 16 (325 TFLOP/s for 292 at 16k tokens), four blocks a multiprocessor. They
+    take all 255 registers: with fewer ``columns``, where also a lane's place in a row decides, it is four of 16.
 
     All rescale O only where a maximum rises, as dense attention does at d = 128 on sm_90: the compiler fuses what is
     multiplied and added in any case, and bits would differ.
     """
     if d > 64:
-        return AttentionTiles(d, BLOCK, BLOCK, 2 if arch.rstrip("a") == "90" else WARPS, 1, lazy=True)
+        return AttentionTiles(d, BLOCK, BLOCK, WARPS if columns or arch.rstrip("a") != "90" else 2, 1, lazy=True)
     return AttentionTiles(d, BLOCK, BLOCK, WARPS, 2, lazy=True)
 
 
@@ -64,18 +64,18 @@ def make_attend(
         broken: of :data:`FAULTS`.
     """
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
-    steps, even = make_steps(tiles, element, arch), is_even(d, columns)
+    steps = make_steps(tiles, element, arch)
     clear, load_q, multiply_qk, softmax_pv, row_total = (
         steps.clear, steps.load_q, steps.multiply_qk, steps.softmax_pv, steps.total,
     )  # fmt: skip
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     next_row, pitch, slot_bytes = int(broken != "causal"), tiles.pitch, tiles.slot
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
-    store = make_store(tiles, element, 16, arch, even=even)
+    store = make_store(tiles, element, 16, arch, even=is_even(d, columns))
     add_linear = sla_linear.make_linear(tiles, element, feature_map, arch, columns=columns, broken=broken)
-    copy_q = make_copy_tile(bm, d, threads, 16, arch, even=even)
-    copy_k = make_copy_tile(bn, d, threads, 16, arch, even=even, on=broken != "swizzle")
-    copy_v = make_copy_tile(bn, d, threads, 16, arch, even=even)
+    copy_q = make_copy_rows(bm, d, threads, arch, columns=columns)
+    copy_k = make_copy_rows(bn, d, threads, arch, columns=columns, on=broken != "swizzle")
+    copy_v = make_copy_rows(bn, d, threads, arch, columns=columns)
     s_regs, o_regs, rows_held, q_regs = frags * bn // 2, frags * d // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     wait_all = cp_async_wait(0)
     waits, meets, listed, swapped, shares = (broken != x for x in ("wait", "barrier", "list", "stride", "group"))

@@ -30,8 +30,8 @@ from flashnumba.stages.sparsity.sla_features import make_features, make_pull_bac
 from flashnumba.stages.sparsity.sla_products import (
     WARPS,
     address_of,
-    is_even,
     make_column_sums,
+    make_copy_rows,
     make_product,
     make_project_rows,
     make_row_steps,
@@ -40,7 +40,6 @@ from flashnumba.stages.sparsity.sla_products import (
 )
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
-from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.elements import scalar
 
 __all__ = ["FAULTS", "keys_shared", "make_add_up", "make_keys", "make_project", "make_rows", "project_shared",
@@ -79,8 +78,8 @@ def make_rows(
     features = make_features(d, element, feature_map, arch, columns=columns, masked=broken != "columns")
     clear, pack, take, put, store = steps.clear, steps.pack, steps.take, steps.put, steps.store
     dot_tile, dot_rows, pull_back, add_outer = steps.dot_tile, steps.dot_rows, steps.pull_back, steps.add_outer
-    copy_rows = make_copy_tile(BLOCK, d, THREADS, 16, arch, even=is_even(d, columns))
-    copy_state = make_copy_tile(d, d, THREADS, 16, arch, even=True)
+    copy_rows = make_copy_rows(BLOCK, d, THREADS, arch, columns=columns)
+    copy_state = make_copy_rows(d, d, THREADS, arch)
     _, transposed_packed = make_product(element, BLOCK, d, d, True, True, arch)
     outer, _ = make_product(element, d, d, BLOCK, False, False, arch)
     state_regs, clear_state, store_state = make_store_state(d, element, arch)
@@ -172,9 +171,9 @@ def make_keys(
     features = make_features(d, element, feature_map, arch, columns=columns, masked=broken != "columns")
     project = make_project_rows(d, element, arch)
     clear, pack, pull_back, add_outer, store = steps.clear, steps.pack, steps.pull_back, steps.add_outer, steps.store
-    copy_rows = make_copy_tile(BLOCK, d, THREADS, 16, arch, even=is_even(d, columns))
-    copy_state = make_copy_tile(d, d, THREADS, 16, arch, even=True)
-    copy_proj = make_copy_tile(d, d, THREADS, 16, arch, even=is_even(d, columns))
+    copy_rows = make_copy_rows(BLOCK, d, THREADS, arch, columns=columns)
+    copy_state = make_copy_rows(d, d, THREADS, arch)
+    copy_proj = make_copy_rows(d, d, THREADS, arch, columns=columns)
     transposed, transposed_packed = make_product(element, BLOCK, d, d, True, True, arch)
     straight, _ = make_product(element, BLOCK, d, d, True, False, arch)
     regs, packed, wait_all = d // 2, d // 4, cp_async_wait(0)
@@ -196,8 +195,8 @@ def make_keys(
         copy_rows(phi_tile, address_of(k, batch, head, row0), k.strides[2], k.strides[3], left, width)
         copy_state(state, dh_from, int64(2 * d), int64(2), int64(d), int64(d))
         if projected:
-            down, across = (proj.shape[0], proj.shape[1]) if columns else (int64(d), int64(d))
-            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], down, across)
+            rows = proj.shape[0] if columns else int64(d)
+            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], rows, int64(d))
         cp_async_commit()
         if waits:
             wait_all()
@@ -236,7 +235,7 @@ def make_project(d: int, element: str, arch: str = "80", *, columns: int = 0, br
     """``(v, dv_l, parts)``: parts float32 ``[blocks, d, d]``: the sum of V^T dV^l over every ``blocks``-th key tile of
     all heads; dv_l is the gradient of V proj. ``columns`` as :func:`~.sla_forward.make_attend`."""
     row_bytes = 2 * BLOCK * d
-    copy_rows = make_copy_tile(BLOCK, d, THREADS, 16, arch, even=is_even(d, columns))
+    copy_rows = make_copy_rows(BLOCK, d, THREADS, arch, columns=columns)
     outer, _ = make_product(element, d, d, BLOCK, False, False, arch)
     regs, clear, _ = make_store_state(d, element, arch)
     frags, groups, wait_all = d // (16 * WARPS), d // 8, cp_async_wait(0)

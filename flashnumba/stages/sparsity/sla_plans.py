@@ -169,7 +169,10 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     if options.projected:
         launches += [
             Launch(
-                linear.make_project(d, element, arch, **how), parts, 128, linear.project_shared(d),
+                linear.make_project(d, element, arch, **how),
+                parts,
+                128,
+                linear.project_shared(d),
                 ("v", "dv_l", "parts"),
             ),  # fmt: skip
             Launch(linear.make_add_up(), -(-shape.d * shape.d // 128), 128, 0, ("parts", "dproj")),

@@ -26,6 +26,7 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.tiles.attention import AttentionTiles
+from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.operands import make_operand
 from flashnumba.tiles.reduce import lanes_sum
@@ -34,7 +35,7 @@ from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
 __all__ = ["DIMENSIONS", "WARPS", "RowSteps", "address_of", "head_of_keys", "is_even", "make_column_sums",
-           "make_product", "make_project_rows", "make_row_steps", "make_store_state", "piece_of",
+           "make_copy_rows", "make_product", "make_project_rows", "make_row_steps", "make_store_state", "piece_of",
            "width_of"]  # fmt: skip
 
 WARPS = 4
@@ -71,6 +72,22 @@ def piece_of(number, tiles, heads):
 def is_even(d: int, columns: int) -> bool:
     """Whether rows of ``columns`` (0 for ``d``), and zeros up to a multiple of 8, fill those of a tile of ``d``."""
     return not columns or -(-columns // 8) * 8 == d
+
+
+@cache
+def make_copy_rows(
+    rows: int, d: int, threads: int, arch: str = "80", *, columns: int = 0, on: bool = True
+) -> DeviceFunction:
+    """:func:`flashnumba.tiles.copy_tile.make_copy_tile` for rows of ``columns``, 0 for ``d``, and zeros up to a multiple
+    of 8: what is said of columns in a call does not count, as a constant takes no register."""
+    copy = make_copy_tile(rows, d, threads, 16, arch, even=is_even(d, columns), on=on)
+    width = -(-(columns or d) // 8) * 8
+
+    @device
+    def copy_rows(tile, source, row_step, column_step, rows_left, columns_left):
+        copy(tile, source, row_step, column_step, rows_left, int64(width))
+
+    return copy if width == d else copy_rows
 
 
 @cache

@@ -31,8 +31,8 @@ from flashnumba.stages.sparsity.sla_features import make_features
 from flashnumba.stages.sparsity.sla_products import (
     WARPS,
     address_of,
-    is_even,
     make_column_sums,
+    make_copy_rows,
     make_product,
     make_project_rows,
     make_store_state,
@@ -40,7 +40,6 @@ from flashnumba.stages.sparsity.sla_products import (
 )
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
-from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.elements import scalar
 
 __all__ = ["STATES_FAULTS", "make_states", "states_blocks", "states_items", "states_shared"]
@@ -51,9 +50,11 @@ STATES_FAULTS = ("wait", "barrier", "mean", "reuse", "swizzle", "tail", "average
 whole, "free" copies a tile to where others still read."""
 
 
-def states_blocks(d: int, projected: bool) -> int:
-    """Blocks a multiprocessor."""
-    return 4 if d <= 64 else 2 if projected else 3
+def states_blocks(d: int, projected: bool, columns: int = 0) -> int:
+    """Blocks a multiprocessor, by registers."""
+    if d <= 64:
+        return 3 if columns else 4
+    return 2 if projected else 3
 
 
 def states_items(row_tiles: int, key_tiles: int, pooled: bool) -> int:
@@ -83,10 +84,9 @@ def make_states(
         columns: as :func:`~.sla_forward.make_attend`; proj has as many rows too.
         broken: of :data:`STATES_FAULTS`.
     """
-    threads, tile_bytes, blocks = 32 * WARPS, 2 * BLOCK * d, states_blocks(d, projected)
-    even = is_even(d, columns)
-    copy = make_copy_tile(BLOCK, d, threads, 16, arch, even=even)
-    copy_proj = make_copy_tile(d, d, threads, 16, arch, even=even)
+    threads, tile_bytes, blocks = 32 * WARPS, 2 * BLOCK * d, states_blocks(d, projected, columns)
+    copy = make_copy_rows(BLOCK, d, threads, arch, columns=columns)
+    copy_proj = make_copy_rows(d, d, threads, arch, columns=columns)
     features = make_features(
         d, element, feature_map, arch, columns=columns, tail=broken != "tail", masked=broken != "columns"
     )  # fmt: skip
@@ -157,8 +157,8 @@ def make_states(
         all_rows = row_tiles * q.shape[0] * q.shape[1]
         items = all_keys + (all_rows + 1) // 2 if pooled else all_keys
         if projected:
-            down, across = (proj.shape[0], proj.shape[1]) if columns else (int64(d), int64(d))
-            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], down, across)
+            rows = proj.shape[0] if columns else int64(d)
+            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], rows, int64(d))
         begin_item(room, q, k, v, int64(cuda.blockIdx.x), all_keys, row_tiles, key_tiles)
         here = uint32(0)
         for number in range(int64(cuda.blockIdx.x), items, int64(cuda.gridDim.x)):
