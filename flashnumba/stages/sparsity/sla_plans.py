@@ -103,8 +103,8 @@ def plan_forward(shape: Shape, options: Options = DEFAULT, *, given: bool = Fals
     """The forward; ``given``: the map is the caller's."""
     element, arch, all_heads, of_keys = shape.element, tier(shape.arch), shape.batch * shape.heads, kv_heads_of(shape)
     (i, j), d, how = tiles_of(shape), width_of(shape.d), columns_of(shape)
-    attend, lists = sla_forward.forward_tiles(d, shape.arch), ("lists", "counts", "weights")
-    resident = sla_states.states_blocks(d, options.projected) * multiprocessors()
+    attend, lists = sla_forward.forward_tiles(d, shape.arch, **how), ("lists", "counts", "weights")
+    resident = sla_states.states_blocks(d, options.projected, **how) * multiprocessors()
     launches = [
         Launch(
             sla_states.make_states(d, element, options.feature_map, options.projected, not given, arch, **how),
@@ -169,14 +169,11 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     if options.projected:
         launches += [
             Launch(
-                linear.make_project(d, element, arch, **how),
-                parts,
-                128,
-                linear.project_shared(d),
+                linear.make_project(d, element, arch, **how), parts, 128, linear.project_shared(d),
                 ("v", "dv_l", "parts"),
-            ),  # fmt: skip
+            ),
             Launch(linear.make_add_up(), -(-shape.d * shape.d // 128), 128, 0, ("parts", "dproj")),
-        ]
+        ]  # fmt: skip
     return Plan(tuple(launches), scratch_of(shape, launches))
 
 

@@ -78,8 +78,8 @@ def is_even(d: int, columns: int) -> bool:
 def make_copy_rows(
     rows: int, d: int, threads: int, arch: str = "80", *, columns: int = 0, on: bool = True
 ) -> DeviceFunction:
-    """:func:`flashnumba.tiles.copy_tile.make_copy_tile` for rows of ``columns``, 0 for ``d``, and zeros up to a multiple
-    of 8: what is said of columns in a call does not count, as a constant takes no register."""
+    """:func:`flashnumba.tiles.copy_tile.make_copy_tile` for rows of ``columns``, 0 for ``d``, and zeros up to a
+    multiple of 8: what is said of columns in a call does not count, as a constant takes no register."""
     copy = make_copy_tile(rows, d, threads, 16, arch, even=is_even(d, columns), on=on)
     width = -(-(columns or d) // 8) * 8
 

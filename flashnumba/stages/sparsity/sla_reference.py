@@ -35,8 +35,8 @@ keys ``h // (H // Hkv)``; or all without heads. The map is ``[..., H, row tiles,
 map of its own, and so sums H_i, while states h_j are those of the heads of keys. dk and dv are sums over a group. Of T
 tiles that a row tile sees ``ceil(critical T)`` are critical and ``floor(negligible T)`` negligible, but no critical
 one. Of equal guesses the earlier tile counts as the greater. A causal mask is bottom-right aligned; tiles that it cuts
-are critical in any case (:data:`CUT`), and tiles that no row sees are of no class (:data:`UNSEEN`), so that the linear part
-needs no mask.
+are critical in any case (:data:`CUT`), and tiles that no row sees are of no class (:data:`UNSEEN`), so that the linear
+part needs no mask.
 
 The limits. The classes are a guess: a tile of one great weight among small ones can have a small mean. The scale is
 positive. Nothing is differentiated through the choice of classes.
