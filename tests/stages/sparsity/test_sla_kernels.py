@@ -28,6 +28,8 @@ from flashnumba.stages.sparsity import (
     sla_states,
 )
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_plans import columns_of
+from flashnumba.stages.sparsity.sla_products import width_of
 from tests.stages.sparsity import sla_gather as by_numpy
 
 GRADIENTS = ("dq", "dk", "dv", "dproj")
@@ -144,11 +146,11 @@ def copies(problem: Problem, kernel: str) -> dict[str, np.ndarray]:
 
 CASES = {
     "paper": {"apart": 2.0, "seed": 11},  # lists of rows and of keys that are no first tiles, and the last tile in them
-    "all, elu, bfloat16, causal": {
-        "dtype": ml_dtypes.bfloat16, "feature_map": "elu", "form": "all", "causal": True, "projected": False, "m": 150,
-        "n": 150,
+    "groups": {  # of two heads, with 24 columns of 64
+        "dtype": ml_dtypes.bfloat16, "feature_map": "elu", "form": "all", "causal": True, "projected": False, "m": 40,
+        "n": 130, "d": 24, "heads": (4, 2),
     },
-    "rest, relu": {"feature_map": "relu", "form": "rest", "m": 64},
+    "columns": {"form": "rest", "m": 40, "n": 100, "d": 96, "shares": (0.5, 0.5)},  # of 128
 }  # fmt: skip
 
 
@@ -225,10 +227,11 @@ def test_states_are_summed_over_lists(transposed, fault):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_states_are_summed_by_wgmma_for_all_heads(transposed):
+def test_states_are_summed_by_wgmma_for_all_heads(transposed, monkeypatch):
     """Rows and depth end within a tile and a slot, where another head's begin; padded weights are zeros."""
     rng = np.random.default_rng(0)
-    shape = Shape("float16", 2, 2, 2, 70 * 64, 69 * 64, 15, arch="90a")
+    shape = Shape("float16", 2, 2, 2, 70 * 64, 69 * 64, 64, arch="90a")
+    monkeypatch.setattr(sla_gather, "state_of", lambda shape: 240)
     weights = (rng.random((2, 2, 70, 72)) < 0.5).astype(np.float16)
     weights[..., 69:] = 0
     rows, depth = (69, 70) if transposed else (70, 69)
@@ -278,51 +281,75 @@ def planted() -> list[tuple[str, str]]:
         "dk dv": [x for x in sla_backward.FAULTS if x not in ("causal", "tail")], "project": ("barrier", "wait"),
     }  # fmt: skip
     # Of dk dv a missing row is a row of zeros with weight 1: it adds nothing.
-    return [(kernel, fault) for kernel, names in faults.items() for fault in names]
+    faults = [(kernel, fault) for kernel, names in faults.items() for fault in names]
+    return [*(x for x in faults if x[1] != "group"), *((x, "group") for x in ("attend", "key lists", "dq", "dk dv"))]
 
 
-def broken_kernel(name: str, fault: str, element: str = "float16") -> Any:
-    of_rows, of_keys = sla_backward.dq_tiles(64, "90a"), sla_backward.dkdv_tiles(64, "90a")
+def broken_kernel(problem: Problem, name: str, fault: str) -> Any:
+    shape, feature_map, projected = problem.shape, problem.options.feature_map, problem.options.projected
+    element, d, how, grouped = shape.element, width_of(shape.d), columns_of(shape), {"grouped": shape.group > 1}
+    of_rows, of_keys = sla_backward.dq_tiles(d, "90a"), sla_backward.dkdv_tiles(d, "90a")
     makers = {
-        "classify": lambda: sla_lists.make_classify(64, element, broken=fault),
-        "states": lambda: sla_states.make_states(64, element, "softmax", broken=fault),
-        "attend": lambda: sla_forward.make_attend(sla_forward.forward_tiles(64), element, broken=fault),
-        "rows backward": lambda: sla_linear_backward.make_rows(64, element, "softmax", broken=fault),
-        "keys backward": lambda: sla_linear_backward.make_keys(64, element, "softmax", broken=fault),
-        "dq": lambda: sla_backward.make_dq(of_rows, element, broken=fault),
-        "dk dv": lambda: sla_backward.make_dkdv(of_keys, element, broken=fault),
-        "project": lambda: sla_linear_backward.make_project(64, element, broken=fault),
-    }
+        "classify": lambda: sla_lists.make_classify(d, element, broken=fault),
+        "states": lambda: sla_states.make_states(d, element, feature_map, projected, **how, broken=fault),
+        "attend": lambda: sla_forward.make_attend(
+            sla_forward.forward_tiles(d, **how), element, feature_map, **how, **grouped, broken=fault
+        ),
+        "key lists": lambda: sla_lists.make_key_lists(broken=fault),
+        "rows backward": lambda: sla_linear_backward.make_rows(d, element, feature_map, **how, broken=fault),
+        "keys backward": lambda: sla_linear_backward.make_keys(
+            d, element, feature_map, projected, **how, broken=fault
+        ),
+        "dq": lambda: sla_backward.make_dq(of_rows, element, **how, **grouped, broken=fault),
+        "dk dv": lambda: sla_backward.make_dkdv(of_keys, element, **how, **grouped, broken=fault),
+        "project": lambda: sla_linear_backward.make_project(d, element, **how, broken=fault),
+    }  # fmt: skip
     return makers[name]()
 
 
 RACES = ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean")
+ANYWHERE = ("swizzle", "stride", "delta", "linear", "divide", "sparse", "columns")
+"""Faults of which one block tells, if it has a list."""
+ENOUGH = {("attend", "group"): 3, ("dq", "group"): 3, ("dk dv", "group"): 2} | {("dk dv", x): 4 for x in ANYWHERE}
+"""Blocks that tell of others: up to the first head of the second group, or up to the first list."""
 RESULTS = {
-    "classify": ("classes",), "states": ("states", "q_means", "k_means"), "attend": ("o", "lse"),
-    "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
+    "classify": ("classes",), "key lists": ("key_lists", "key_counts"), "states": ("states", "q_means", "k_means"),
+    "attend": ("o", "lse"), "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
     "dk dv": ("dk", "dv"), "project": ("parts",),
 }  # fmt: skip
 
 
+def differs(found: np.ndarray, before: np.ndarray, right: np.ndarray, whole: bool) -> bool:
+    """Whether a result is wrong: all of it, or what was written of it where only some blocks have run."""
+    written = (
+        np.ones(found.shape, bool) if whole else found.view(f"u{found.itemsize}") != before.view(f"u{found.itemsize}")
+    )
+    return not np.array_equal(found[written], right[written])
+
+
 @pytest.mark.parametrize(("kernel", "fault"), planted())
 def test_a_planted_fault_is_caught(kernel, fault):
-    good = solved()
+    good = solved({"group": "groups", "columns": "columns"}.get(fault, "paper"))
     launch = next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}")
+    grid = launch.grid
+    blocks = min(grid, ENOUGH.get((kernel, fault), 1 if fault in ANYWHERE else grid))
+    launch = replace(launch, kernel=broken_kernel(good, kernel, fault), grid=blocks)
     for seed in range(2 if fault in RACES else 1):
-        known = {**copied(good), **{name: x.copy() for name, x in good.before[kernel].items()}}
+        before, after = good.before[kernel], good.after[kernel]
+        known = {**copied(good), **{name: x.copy() for name, x in before.items()}}
         try:
-            run(replace(launch, kernel=broken_kernel(kernel, fault)), replace(good, known=known), seed)
-            found = [name for name, x in good.after[kernel].items() if not np.array_equal(known[name], x)]
+            run(launch, replace(good, known=known), seed)
+            found = [name for name, x in after.items() if differs(known[name], before[name], x, whole=blocks == grid)]
         except Fault as caught:
             found = [caught.name]
         assert found, f"{fault} of {kernel} was not caught with seed {seed}"
 
 
 def test_a_mask_that_is_one_key_off_is_caught():
-    problem = solved("all, elu, bfloat16, causal")
+    problem = solved("groups")
     for launch in launches_of(problem):
         name = launch.kernel.name.removeprefix("sparsity.sla ")
         if name in ("attend", "dq", "dk dv"):
             known = {**copied(problem), **{x: array.copy() for x, array in problem.before[name].items()}}
-            run(replace(launch, kernel=broken_kernel(name, "causal", "bfloat16")), replace(problem, known=known))
+            run(replace(launch, kernel=broken_kernel(problem, name, "causal")), replace(problem, known=known))
             assert all(not np.array_equal(known[x], array) for x, array in problem.after[name].items()), name
