@@ -24,6 +24,7 @@ from flashnumba.stages.sparsity import decode, mma, sla
 from flashnumba.stages.sparsity import reference as R
 from flashnumba.stages.sparsity import sla_reference as reference
 from flashnumba.stages.sparsity.problem import limit_of
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 from tests.stages.sparsity.sparse_cases import data, judge, kept_by, run
 
@@ -91,7 +92,7 @@ def by_classes(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tupl
         options = sla.check_options(0.4, 0.2, feature_map, form, None, True)
         o, kept = sla.forward(q, k, v, proj, options, causal=causal, machine=machine)
         got = (o, *sla.backward(do, kept))
-        low, low_gradients = reference.low_precision(q, k, v, classes, proj, do, **how)
+        low, low_gradients = low_precision(q, k, v, classes, proj, do, **how)
         exact = (
             reference.attend(q, k, v, classes, proj, **how).o,
             *reference.gradients(do, q, k, v, classes, proj, **how),

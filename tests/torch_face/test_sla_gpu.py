@@ -7,6 +7,7 @@ import pytest
 from flashnumba.compare import assert_close
 from flashnumba.machine.arrays import element_dtype, host_view
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +62,7 @@ def test_beside_the_definition_and_the_same_bits_again(torch, case):
     exact = reference.attend(q, k, v, seen, proj, **options).o, *reference.gradients(
         host(do), q, k, v, seen, proj, **options
     )  # fmt: skip
-    low, low_gradients = reference.low_precision(q, k, v, seen, proj, host(do), **options)
+    low, low_gradients = low_precision(q, k, v, seen, proj, host(do), **options)
     for name, a, b, c in zip(("o", "dq", "dk", "dv", "dproj"), got, exact, (low.o, *low_gradients), strict=True):
         assert_close(host(a), b, c, what=name)
     for _ in range(5):

@@ -27,6 +27,7 @@ from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.stages.sparsity import sla_gather
 from flashnumba.stages.sparsity.sla_copies import Copies
+from flashnumba.stages.sparsity.sla_pieces import DIMENSIONS
 from flashnumba.stages.sparsity.sla_plans import (
     DEFAULT,
     Options,
@@ -36,7 +37,6 @@ from flashnumba.stages.sparsity.sla_plans import (
     sizes,
     tiles_of,
 )
-from flashnumba.stages.sparsity.sla_products import DIMENSIONS
 from flashnumba.stages.sparsity.sla_reference import EPS, FEATURES, FORMS, MILLION, mean_of
 
 __all__ = ["KEPT", "Kept", "Options", "backward", "check", "check_options", "forward", "plan_backward",
@@ -241,7 +241,7 @@ def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, An
 
 def check(found: dict[str, Described], causal: bool, *, kernels: bool = True) -> Shape:
     """The shape of a problem that SLA takes, and its ``kernels``: these have tiles of up to 128 columns, and so no
-    greater head dimension (:data:`flashnumba.stages.sparsity.sla_products.DIMENSIONS`).
+    greater head dimension (:data:`flashnumba.stages.sparsity.sla_pieces.DIMENSIONS`).
 
     Raises:
         TypeError, ValueError: as :func:`flashnumba.stages.heads.check`, and for what these kernels do not take.

@@ -31,7 +31,8 @@ from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32,
 from flashnumba.stages.backward.mma_keys import make_key_steps
 from flashnumba.stages.backward.mma_parts import Parts, address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.stages.sparsity.sla_products import head_of_keys, is_even, make_copy_rows, make_row_steps, piece_of
+from flashnumba.stages.sparsity.sla_pieces import head_of_keys, is_even, make_copy_rows, piece_of
+from flashnumba.stages.sparsity.sla_products import make_row_steps
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
@@ -56,7 +57,7 @@ def dkdv_tiles(d: int, arch: str) -> Tiles:
 
 
 def make_row_parts(tiles: Tiles, element: str, arch: str, columns: int, broken: str) -> Parts:
-    """The parts for rows of ``columns``, as :func:`~.sla_products.make_copy_rows` copies them."""
+    """The parts for rows of ``columns``, as :func:`~.sla_pieces.make_copy_rows` copies them."""
     swizzled, threads = broken != "swizzle", tiles.threads
     return make_parts(
         tiles, element, 16, arch, even=is_even(tiles.d, columns), waits=broken != "wait", swizzled=swizzled

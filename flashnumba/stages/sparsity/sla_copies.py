@@ -18,7 +18,7 @@ from flashnumba.machine.function import kernel
 from flashnumba.machine.instructions import ld_global_b16, st_global_b16
 from flashnumba.machine.numba import cuda, int64, types, uint16, uint64
 from flashnumba.stages import heads
-from flashnumba.stages.sparsity.sla_products import address_of, piece_of
+from flashnumba.stages.sparsity.sla_pieces import address_of, piece_of
 
 __all__ = ["COPY_THREADS", "Copies", "copy_columns", "copy_signature"]
 

@@ -24,7 +24,8 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import cp_async_commit, cp_async_wait, lane_id, lg2_approx, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.sparsity import sla_linear
-from flashnumba.stages.sparsity.sla_products import WARPS, address_of, head_of_keys, is_even, make_copy_rows, piece_of
+from flashnumba.stages.sparsity.sla_pieces import address_of, head_of_keys, is_even, make_copy_rows, piece_of
+from flashnumba.stages.sparsity.sla_products import WARPS
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, seen
 from flashnumba.tiles.rows import make_hide, make_store

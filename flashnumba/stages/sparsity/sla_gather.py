@@ -34,7 +34,7 @@ from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.stages.gemm.warp_specialised import PANEL, Tiles, make_wgmma
 from flashnumba.stages.gemm.waves import multiprocessors
 from flashnumba.stages.heads import Launch, Shape
-from flashnumba.stages.sparsity.sla_products import address_of, piece_of, width_of
+from flashnumba.stages.sparsity.sla_pieces import address_of, piece_of, width_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.copy_tile import make_copy_tile

@@ -28,7 +28,7 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.stages.sparsity.sla_features import make_features
-from flashnumba.stages.sparsity.sla_products import address_of
+from flashnumba.stages.sparsity.sla_pieces import address_of
 from flashnumba.tiles.attention import AttentionTiles, make_steps, share_of
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply

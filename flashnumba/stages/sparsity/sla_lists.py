@@ -33,7 +33,7 @@ from flashnumba.machine.instructions import (
     vote_ballot,
 )
 from flashnumba.machine.numba import cuda, float32, int8, int32, int64, uint32
-from flashnumba.stages.sparsity.sla_products import head_of_keys, piece_of
+from flashnumba.stages.sparsity.sla_pieces import head_of_keys, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK, CUT, FORMS, MILLION, UNSEEN
 from flashnumba.stages.sparsity.sla_select import MOST, below, in_order, make_limits
 from flashnumba.tiles.elements import scalar

@@ -3,7 +3,7 @@
 Forward: ``states``, ``classify`` (or, for a map of the caller's, ``row lists``), ``gather``, ``attend``.
 Backward: ``key lists``, ``rows``, ``gather`` transposed, ``keys``, ``dq``, ``dk dv``, ``project``, ``add up``.
 
-Tiles have 64 or 128 columns (:data:`~.sla_products.DIMENSIONS`), and any head dimension up to that lies in one of them:
+Tiles have 64 or 128 columns (:data:`~.sla_pieces.DIMENSIONS`), and any head dimension up to that lies in one of them:
 columns that are not there are zeros in each tile, and so in states and sums.
 
 Of fewer heads of keys than of queries ``states`` and ``keys`` have one for each head of keys, and all that is a row
@@ -31,7 +31,7 @@ from flashnumba.stages.sparsity.sla_lists import (
     make_key_lists,
     make_row_lists,
 )
-from flashnumba.stages.sparsity.sla_products import DIMENSIONS, width_of
+from flashnumba.stages.sparsity.sla_pieces import DIMENSIONS, width_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.forward import tier
 

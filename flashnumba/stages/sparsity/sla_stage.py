@@ -9,6 +9,7 @@ import numpy as np
 
 from flashnumba.data import load_minilm
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 from flashnumba.stages.stage import Case, Rung
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def is_sla(case: Case) -> bool:
 def case(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Case:
     """q ``[..., M, 64]``, k and v ``[..., N, 64]`` of one dtype, and what SLA makes of them without a projection."""
     classes = reference.classify(q, k, *SHARES)
-    low, _ = reference.low_precision(q, k, v, classes)
+    low, _ = low_precision(q, k, v, classes)
     several = q.size // (q.shape[-2] * q.shape[-1])
     size = f"{f'{several}x' if several > 1 else ''}{q.shape[-2]}x{k.shape[-2]}x{q.shape[-1]} {q.dtype.name}"
     inputs = {"q": q, "k": k, "v": v, "method": np.array("sla"), "causal": np.array(False)}

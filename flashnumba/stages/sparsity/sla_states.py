@@ -28,15 +28,13 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.sparsity.sla_features import make_features
+from flashnumba.stages.sparsity.sla_pieces import address_of, make_copy_rows, piece_of
 from flashnumba.stages.sparsity.sla_products import (
     WARPS,
-    address_of,
     make_column_sums,
-    make_copy_rows,
     make_product,
     make_project_rows,
     make_store_state,
-    piece_of,
 )
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT

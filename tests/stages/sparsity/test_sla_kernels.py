@@ -28,8 +28,9 @@ from flashnumba.stages.sparsity import (
     sla_states,
 )
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
+from flashnumba.stages.sparsity.sla_pieces import width_of
 from flashnumba.stages.sparsity.sla_plans import columns_of
-from flashnumba.stages.sparsity.sla_products import width_of
 from tests.stages.sparsity import sla_gather as by_numpy
 
 GRADIENTS = ("dq", "dk", "dv", "dproj")
@@ -77,7 +78,7 @@ def make(
     options = sla.check_options(*shares, feature_map, form, None, projected)
     how = {"feature_map": feature_map, "form": form, "causal": causal}
     classes = reference.classify(q, k, *shares, causal)
-    low, low_gradients = reference.low_precision(q, k, v, classes, proj, do, **how)
+    low, low_gradients = low_precision(q, k, v, classes, proj, do, **how)
     inputs = {"q": q, "k": k, "v": v, "do": do} | ({} if proj is None else {"proj": proj})
     unit = reference.mean_of(classes.shape[3])
     known = {name: host_view(x) for name, x in inputs.items()} | {

@@ -8,6 +8,7 @@ import pytest
 from flashnumba.compare import assert_close
 from flashnumba.stages.flash_forward import reference as dense
 from flashnumba.stages.sparsity import sla_reference as sla
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 
 
 def made(seed=0, m=22, n=30, d=6, dtype=np.float64, heads=(2, 2)):
@@ -59,7 +60,7 @@ def test_linear_attention_by_sums_of_states_is_that_by_weights(feature_map):
     q, k, v, _, proj = made(1)
     classes = sla.classify(q, k, 0.2, 0.3, block=4)
     by_weights = sla.attend(q, k, v, classes, proj, feature_map=feature_map, block=4)
-    by_states, _ = sla.low_precision(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), classes,
+    by_states, _ = low_precision(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), classes,
                                      proj.astype(np.float32), feature_map=feature_map, block=4)  # fmt: skip
     np.testing.assert_allclose(by_states.o, by_weights.o, atol=1e-4)
 
@@ -107,7 +108,7 @@ def test_low_precision_has_the_gradients(kv_heads):
     q, k, v, do, proj = made(4, dtype=np.float16, heads=(4, kv_heads))
     how = {"feature_map": "softmax", "block": 4}
     classes = sla.classify(q, k, 0.2, 0.3, block=4)
-    _, low = sla.low_precision(q, k, v, classes, proj, do, **how)
+    _, low = low_precision(q, k, v, classes, proj, do, **how)
     for got, expected in zip(low, sla.gradients(do, q, k, v, classes, proj, **how), strict=True):
         assert_close(got, expected, eps=0.02 * np.abs(expected).max())
 
