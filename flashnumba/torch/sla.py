@@ -14,7 +14,8 @@ It begins at zero, as the authors' does, so that an untrained module is its spar
 
 Importing this module declares two operators, ``flashnumba::sla_forward`` and ``flashnumba::sla_backward``, so that
 ``torch.compile`` sees one node for each. On a GPU both are the kernels of :mod:`flashnumba.stages.sparsity.sla`, in
-float16 or bfloat16; on a CPU they are computed by definition in float64, which also serves ``gradcheck``.
+float16 or bfloat16 with D up to 128; on a CPU they are computed by definition in float64, which also serves
+``gradcheck``.
 ``torch.func.grad`` and ``vmap`` go through them; there are no second derivatives, and none in forward mode.
 
 Source: Zhang et al., SLA, arXiv 2509.24006; the module's parameters are named as in thu-ml/SLA, and are those.

@@ -3,8 +3,8 @@
 Which kernels that are :mod:`flashnumba.stages.sparsity.sla_plans` says. They are on tensor cores where they multiply
 tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits every time.
 
-Beside its inputs and o a forward keeps the sums H (D (D + 1) numbers of 16 bits for 64 rows: twice as many bytes as q
-at D = 128), four numbers a row, and the map.
+Beside its inputs and o a forward keeps the sums H (W (W + 1) numbers of 16 bits for 64 rows, of tiles of W columns, 64
+or 128: twice as many bytes as q at D = 128), four numbers a row, and the map.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -214,7 +214,8 @@ RECIPES = Recipes()
 
 
 def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, Any]:
-    """(dq, dk, dv, dproj): new packed arrays as q, k and v; dproj float32 ``[D, D]``, None without a projection.
+    """(dq, dk, dv, dproj): new packed arrays as q ``[B, H, M, D]``, k and v ``[B, Hkv, N, D]``, the latter two summed
+    over heads that share one; dproj float32 ``[D, D]``, None without a projection.
 
     Raises:
         TypeError, ValueError: do is not as q, or lies elsewhere.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "case", "cases", "draw_classes", "exact", "is_sla"]
 
 D = 64
-"""Kernels take 64 or 128 columns; real heads have 32, so that two heads beside one another make one."""
+"""Kernels have tiles of 64 columns; real heads have 32, so that two heads beside one another fill one."""
 SHARES = (0.5, 0.0)
 
 
