@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 from flashnumba.machine.numba import types
 from flashnumba.stages.gemm.waves import multiprocessors
 from flashnumba.stages.heads import Launch, Plan, Shape
-from flashnumba.stages.sparsity import sla_backward, sla_forward, sla_gather, sla_linear_backward, sla_states
+from flashnumba.stages.sparsity import (
+    sla_backward,
+    sla_copies,
+    sla_forward,
+    sla_gather,
+    sla_linear_backward,
+    sla_states,
+)
 from flashnumba.stages.sparsity.sla_lists import (
     CLASSIFY_THREADS,
     KEY_THREADS,
@@ -45,6 +52,11 @@ CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
 OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back",
             "sparsity.sla rows backward", "sparsity.sla classify")  # fmt: skip
 """Those that are others on sm_90, at D = 128."""
+OF_GROUPS = ("sparsity.sla classify", "sparsity.sla attend", "sparsity.sla dq", "sparsity.sla dk dv")
+"""Those that are others where heads of queries share one of keys."""
+OF_COLUMNS = ("sparsity.sla states", "sparsity.sla attend", "sparsity.sla rows backward", "sparsity.sla keys backward",
+              "sparsity.sla dq", "sparsity.sla dk dv", "sparsity.sla project")  # fmt: skip
+"""Those that are others where a head dimension is not their tiles'."""
 PARTS = 264
 """Blocks that share out dproj: two for each multiprocessor of an H200."""
 OF_INPUT = ("q", "k", "v", "do", "o", "dq", "dk", "dv")
@@ -206,23 +218,33 @@ def signature(shape: Shape, args: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Kernels as they are launched, for the compiler's tables and gates: all of them at D = 128, and those whose
-    registers depend on D at 64."""
+    """Kernels as they are launched, for the compiler's tables and gates: all of them at D = 128, those whose registers
+    depend on D at 64; those that are others for fewer columns at 96 and 40, for groups of heads at 96 and 128."""
     from flashnumba.machine.compiler import CompileCase
 
-    def cases(element: str, d: int, chosen_for: tuple[str, ...], only: tuple[str, ...] = ()) -> Iterator[CompileCase]:
-        shape = Shape(element, 1, 1, 1, 4096, 4096, d, arch=chosen_for[0])
+    def cases(
+        element: str, d: int, chosen_for: tuple[str, ...], only: tuple[str, ...] = (), group: int = 1
+    ) -> Iterator[CompileCase]:
+        shape = Shape(element, 1, group, 1, 4096, 4096, d, arch=chosen_for[0])
         for launch in (*plan_forward(shape).launches, *plan_backward(shape).launches):
             name = launch.kernel.name
             if (only and name not in only) or (not only and name in OF_SM_90):
                 continue
-            title = f"{name} {element} d {d}, tiles for sm_{chosen_for[0]}"
+            of = f"{element} d {d}{f', groups of {group}' if group > 1 else ''}"
+            title = f"{name} {of}, tiles for sm_{chosen_for[0]}"
             wanted = signature(shape, launch.args)
             yield CompileCase(title, launch.kernel, wanted, launch.threads, launch.shared, chosen_for=chosen_for)
 
+    others = tuple(arch for arch in CLAIMED if arch != "90a")
     yield from cases("float16", 128, CLAIMED)
     yield from cases("float16", 128, ("90a",), OF_SM_90)
     yield from cases("bfloat16", 128, ("90a",), OF_SM_90)
-    yield from cases("float16", 128, tuple(arch for arch in CLAIMED if arch != "90a"), OF_SM_90)
+    yield from cases("float16", 128, others, OF_SM_90)
     of_both = "sparsity.sla states", "sparsity.sla rows backward", "sparsity.sla dq"
     yield from cases("float16", 64, CLAIMED, (*OF_SM_90[:2], *of_both))
+    for chosen_for in (("90a",), others):
+        yield from cases("float16", 96, chosen_for, OF_COLUMNS, group=2)
+        yield from cases("float16", 128, chosen_for, OF_GROUPS, group=2)
+    yield from cases("float16", 40, CLAIMED, ("sparsity.sla states", "sparsity.sla attend", "sparsity.sla dk dv"))
+    wanted = sla_copies.copy_signature("float16")
+    yield CompileCase("sparsity.sla copy float16", sla_copies.copy_columns, wanted, sla_copies.COPY_THREADS)
