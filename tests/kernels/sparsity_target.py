@@ -82,9 +82,10 @@ def by_few_rows(d: int, causal: bool, machine: str) -> Iterator[tuple[str, str]]
 
 
 def by_classes(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tuple[str, str]]:
-    """SLA, forward and gradients."""
+    """SLA, forward and gradients; if causal, two heads of queries share one of keys."""
     rng = np.random.default_rng(2)
-    q, k, v, do = (rng.standard_normal((1, 2, rows, d)).astype(dtype) for rows in (200, 300, 300, 200))
+    sizes = ((4 if causal else 2, 200), (2, 300))
+    q, k, v, do = (rng.standard_normal((1, *sizes[i], d)).astype(dtype) for i in (0, 1, 1, 0))
     proj = (rng.standard_normal((d, d)) / 8).astype(dtype)
     for feature_map, form in (("softmax", "paper"), ("elu", "all"), ("relu", "paper")):
         how = {"feature_map": feature_map, "form": form, "causal": causal}

@@ -224,9 +224,9 @@ def test_a_second_call_launches_on_arrays_of_its_own(monkeypatch, projected, giv
     monkeypatch.setattr(tensor_map, "encode", lambda *args: object())
     monkeypatch.setattr(streams, "current_stream", lambda *args: 0)
     monkeypatch.setattr(stage.Kept, "prepared", lambda self, launch: Prepared(launch))
-    shape, options = Shape("float16", 1, 2, 2, 200, 200, 64, arch="90a"), stage.Options(projected=projected)
-    q, k, v, proj = (torch.randn(1, 2, 200, 64).half() for _ in range(4))
-    classes = torch.zeros(1, 2, 4, 4, dtype=torch.int8)
+    shape, options = Shape("float16", 1, 4, 2, 200, 200, 64, arch="90a"), stage.Options(projected=projected)
+    q, k, v, proj = (torch.randn(1, heads, 200, 64).half() for heads in (4, 2, 2, 2))
+    classes = torch.zeros(1, 4, 4, 4, dtype=torch.int8)
     extra = ({"proj": proj[0, 0, :64].clone()} if projected else {}) | ({"classes": classes} if given else {})
     first = {"q": q, "k": k, "v": v, "o": torch.empty_like(q)} | extra
     kept = stage.Kept(shape, options, 0.1, "cuda", None, describe(q, "q"), {"q": q})
