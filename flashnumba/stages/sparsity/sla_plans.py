@@ -90,16 +90,16 @@ DEFAULT = Options()
 
 def sizes(shape: Shape) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Elements and shape of everything that kernels leave for one another, by name."""
-    b, h, g, m, n, element = shape.batch, shape.heads, shape.kv_heads, shape.m, shape.n, shape.element
+    b, h, kv, m, n, element = shape.batch, shape.heads, shape.kv_heads, shape.m, shape.n, shape.element
     (i, j), d = tiles_of(shape), width_of(shape.d)
-    parts = min(PARTS, b * g * j)
+    parts = min(PARTS, b * kv * j)
     return {
-        "dv_l": (element, (b, g, n, d)),
-        "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, g, d, j)), "classes": ("int8", (b, h, i, j)),
+        "dv_l": (element, (b, kv, n, d)),
+        "q_means": ("float32", (b, h, d, i)), "k_means": ("float32", (b, kv, d, j)), "classes": ("int8", (b, h, i, j)),
         "lists": ("int32", (b, h, i, j)), "counts": ("int32", (b, h, i)),
-        "key_lists": ("int32", (b, g, j, h // g * i)), "key_counts": ("int32", (b, g, j)),
+        "key_lists": ("int32", (b, kv, j, h // kv * i)), "key_counts": ("int32", (b, kv, j)),
         "weights": (element, (b, h, i, -(-j // 8) * 8)),
-        **dict.fromkeys(("states", "dstates"), (element, (b, g, j, d * (d + 1)))),
+        **dict.fromkeys(("states", "dstates"), (element, (b, kv, j, d * (d + 1)))),
         **dict.fromkeys(("sums", "dsums"), (element, (b, h, i, d * (d + 1)))),
         **dict.fromkeys(("lse", "origin", "bias", "share", "delta"), ("float32", (b, h, m))),
         "parts": ("float32", (parts, d, d)), "dproj": ("float32", (shape.d, shape.d)), "proj": (element, (d, d)),

@@ -277,7 +277,7 @@ def planted() -> list[tuple[str, str]]:
     faults = {
         "classify": ("wait", "barrier"), "states": sla_states.STATES_FAULTS,
         "attend": [x for x in sla_forward.FAULTS if x != "causal"],
-        "rows backward": sla_linear_backward.FAULTS, "keys backward": ("barrier", "wait"),
+        "rows backward": sla_linear_backward.FAULTS, "keys backward": ("barrier", "wait", "columns"),
         "dq": [x for x in sla_backward.FAULTS if x != "causal"],
         "dk dv": [x for x in sla_backward.FAULTS if x not in ("causal", "tail")], "project": ("barrier", "wait"),
     }  # fmt: skip
