@@ -250,34 +250,46 @@ def make_row_lists(element: str, form: str = "paper", arch: str = "80") -> Kerne
 
 
 @cache
-def make_key_lists(*, broken: str = "") -> Kernel:
+def make_key_lists(*, grouped: bool = False, broken: str = "") -> Kernel:
     """``(classes, lists, counts)``: lists int32 ``[B, Hkv, key tiles, H / Hkv * row tiles]``, counts int32 ``[B, Hkv,
     key tiles]``. Row tile i of the group's head g is number ``g * row tiles + i``. A thread for each key tile.
 
     Args:
+        grouped: there may be fewer heads of keys than of queries.
         broken: plants ``"group"``: of a group's heads the last is the only one in the list.
     """
     kept = broken != "group"
 
+    @device
+    def collect(classes, lists, batch, head, of_keys, j, before, found):
+        """The row tiles of a head of queries, ``before`` which others of the group have had their numbers."""
+        row_tiles, ahead = classes.shape[2], cuda.local.array(AHEAD, int32)
+        for first in range(int64(0), row_tiles, int64(AHEAD)):
+            for i in range(AHEAD):
+                ahead[i] = int32(classes[batch, head, min(first + i, row_tiles - 1), j])
+            for i in range(AHEAD):
+                if first + i < row_tiles and ahead[i] > int32(0):
+                    lists[batch, of_keys, j, found] = int32(before + first + i)
+                    found += 1
+        return found
+
     @kernel(threads=KEY_THREADS, arch="75", name="sparsity.sla key lists")
     def key_lists(classes, lists, counts):
-        row_tiles, tiles, group = classes.shape[2], classes.shape[3], classes.shape[1] // lists.shape[1]
+        row_tiles, tiles = classes.shape[2], classes.shape[3]
         parts = (tiles + (KEY_THREADS - 1)) // KEY_THREADS
-        batch, head, part = piece_of(cuda.blockIdx.x, parts, lists.shape[1])
+        heads = lists.shape[1] if grouped else classes.shape[1]
+        batch, head, part = piece_of(cuda.blockIdx.x, parts, heads)
         j = part * KEY_THREADS + int64(cuda.threadIdx.x)
         if j < tiles:
-            found, ahead = int64(0), cuda.local.array(AHEAD, int32)
-            for g in range(group):
-                of_head = classes[batch, head * group + g]
-                if not kept:
-                    found = int64(0)
-                for first in range(int64(0), row_tiles, int64(AHEAD)):
-                    for i in range(AHEAD):
-                        ahead[i] = int32(of_head[min(first + i, row_tiles - 1), j])
-                    for i in range(AHEAD):
-                        if first + i < row_tiles and ahead[i] > int32(0):
-                            lists[batch, head, j, found] = int32(g * row_tiles + first + i)
-                            found += 1
+            found = int64(0)
+            if grouped:
+                group = classes.shape[1] // heads
+                for g in range(group):
+                    if not kept:
+                        found = int64(0)
+                    found = collect(classes, lists, batch, head * group + g, head, j, g * row_tiles, found)
+            else:
+                found = collect(classes, lists, batch, head, head, j, int64(0), found)
             counts[batch, head, j] = int32(found)
 
     return key_lists

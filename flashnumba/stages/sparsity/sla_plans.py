@@ -52,7 +52,8 @@ CLAIMED = ("90a", "80", "86", "89", "100a", "120a")
 OF_SM_90 = ("sparsity.sla attend", "sparsity.sla dk dv", "sparsity.sla gather", "sparsity.sla gather back",
             "sparsity.sla rows backward", "sparsity.sla classify")  # fmt: skip
 """Those that are others on sm_90, at D = 128."""
-OF_GROUPS = ("sparsity.sla classify", "sparsity.sla attend", "sparsity.sla dq", "sparsity.sla dk dv")
+OF_GROUPS = ("sparsity.sla classify", "sparsity.sla attend", "sparsity.sla key lists", "sparsity.sla dq",
+             "sparsity.sla dk dv")  # fmt: skip
 """Those that are others where heads of queries share one of keys."""
 OF_COLUMNS = ("sparsity.sla states", "sparsity.sla attend", "sparsity.sla rows backward", "sparsity.sla keys backward",
               "sparsity.sla dq", "sparsity.sla dk dv", "sparsity.sla project")  # fmt: skip
@@ -156,7 +157,7 @@ def plan_backward(shape: Shape, options: Options = DEFAULT) -> Plan:
     of_rows_blocks = 3 if d > 64 and shape.arch == "90a" else 0  # where shared memory admits so many
     key_blocks, parts, linear = -(-j // KEY_THREADS) * kv_heads, min(PARTS, j * kv_heads), sla_linear_backward
     launches = [
-        Launch(make_key_lists(), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
+        Launch(make_key_lists(grouped=grouped), key_blocks, KEY_THREADS, 0, ("classes", "key_lists", "key_counts")),
         Launch(
             linear.make_rows(d, element, options.feature_map, of_rows_blocks, arch, **how), i * all_heads, 128,
             linear.rows_shared(d),

@@ -296,7 +296,7 @@ def broken_kernel(problem: Problem, name: str, fault: str) -> Any:
         "attend": lambda: sla_forward.make_attend(
             sla_forward.forward_tiles(d, **how), element, feature_map, **how, **grouped, broken=fault
         ),
-        "key lists": lambda: sla_lists.make_key_lists(broken=fault),
+        "key lists": lambda: sla_lists.make_key_lists(**grouped, broken=fault),
         "rows backward": lambda: sla_linear_backward.make_rows(d, element, feature_map, **how, broken=fault),
         "keys backward": lambda: sla_linear_backward.make_keys(
             d, element, feature_map, projected, **how, broken=fault
