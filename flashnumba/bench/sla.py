@@ -29,6 +29,7 @@ from flashnumba.stages.flash_forward.mma import plan_mma as plan_forward
 from flashnumba.stages.heads import Plan, Shape
 from flashnumba.stages.sparsity import sla
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 
 __all__ = ["CRITICAL", "DENSE", "DENSE_BACKWARD", "SlaJudge", "measure"]
 
@@ -49,12 +50,12 @@ class SlaJudge:
             rows = slice(tile * reference.BLOCK, (tile + 1) * reference.BLOCK)
             q, do = (rounded(inputs[x][0, head, rows].float().cpu().numpy(), element) for x in ("q", "do"))
             of = classes[0, head, tile : tile + 1].cpu().numpy()
-            low, low_gradients = reference.low_precision(q, k, v, of, proj, do if backward else None)
+            low, low_gradients = low_precision(q, k, v, of, proj, do if backward else None)
             if backward:
-                exact, low_precision = reference.gradients(do, q, k, v, of, proj)[0], low_gradients[0]
+                exact, low_one = reference.gradients(do, q, k, v, of, proj)[0], low_gradients[0]
             else:
-                exact, low_precision = reference.attend(q, k, v, of, proj).o, low.o
-            self.known.append((head, rows, exact, low_precision))
+                exact, low_one = reference.attend(q, k, v, of, proj).o, low.o
+            self.known.append((head, rows, exact, low_one))
 
     def __call__(self, results: Sequence[Any]) -> Comparison:
         found = [

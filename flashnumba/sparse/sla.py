@@ -69,9 +69,11 @@ def sla_attention(
     ``o = O^s + O^l proj``. Made for models that are fine-tuned with it: without that the linear part is a guess.
 
     Args:
-        q: ``[B, H, M, D]``, or with fewer leading axes. Kernels take float16 and bfloat16, D of 64 or 128, packed
-            columns and rows at multiples of 16 bytes, from sm_80 on; NumPy what :func:`flashnumba.attention` takes.
-        k, v: ``[B, H, N, D]``, with as many heads as q.
+        q: ``[B, H, M, D]``, or with fewer leading axes, any strides. Kernels take float16 and bfloat16 and D from 1 to
+            128, from sm_80 on: their states, D by D, have to fit in a block. NumPy takes what
+            :func:`flashnumba.attention` takes. Kernels read arrays in place where columns are packed and rows lie at
+            multiples of 16 bytes, and copies of the others; D that is no multiple of 8 is copied in and out.
+        k, v: ``[B, Hkv, N, D]``; Hkv divides H, and head h of q has theirs of number ``h // (H // Hkv)``.
         proj: ``[D, D]`` of q's type: ``o = O^s + O^l @ proj``; None is the identity.
         critical, negligible: shares of a row's tiles, 0 to 1; the others are marginal. With critical=1 o is attention.
         feature_map: phi of the linear part: softmax over the columns, elu (plus one), or relu.
@@ -117,8 +119,9 @@ def sla_attention_backward(do: Any, info: SlaInfo) -> tuple[Any, Any, Any, Any]:
         info: what the forward returned. Its q, k, v and proj are used as they now are.
 
     Returns:
-        (dq, dk, dv, dproj): as q, k and v; dproj is float32 ``[D, D]``, summed over all heads and rows, or None where
-        there was no proj. The same bits every time.
+        (dq, dk, dv, dproj): as q ``[B, H, M, D]``, and as k and v ``[B, Hkv, N, D]``, summed over the heads of q that
+        share one; dproj is float32 ``[D, D]``, summed over all heads and rows, or None where there was no proj. The
+        same bits every time.
 
     Raises:
         TypeError, ValueError: do is not as q.

@@ -199,7 +199,7 @@ def of_sla(
 ) -> Recipe:
     """The recipe ``(*given) -> returns``, all by name, of a plan of SLA's that was run on torch tensors on a GPU with
     the arguments ``known``; ``o`` is made anew, and so is the plan's scratch that is not given."""
-    from flashnumba.stages.sparsity.sla_gather import MAPS
+    from flashnumba.stages.sparsity.sla_gather import ALIASES
     from flashnumba.stages.sparsity.sla_plans import sizes
 
     of = sizes(kept.shape)
@@ -207,8 +207,7 @@ def of_sla(
     scratch = {name: (shape, of[name][0]) for name, shape in plan.scratch.items() if name not in given}
     ready = [(kept.prepared(one), one) for one in plan.launches]
     places = {name: at for at, name in enumerate((*given, "o", *scratch))}
-    arrays = {name: array for name, (array, _) in MAPS.items()}
-    return _of_plan(given, results, scratch, known, ready, kept.device, tuple(places[x] for x in returns), arrays)
+    return _of_plan(given, results, scratch, known, ready, kept.device, tuple(places[x] for x in returns), ALIASES)
 
 
 def _of_plan(
@@ -225,8 +224,10 @@ def _of_plan(
             not returned, as an allocation costs a host as much as a launch's arguments do.
         returns: places of results, which follow what is given.
         known: arrays and scalars, by the names that launches have for them.
-        mapped: of tensor maps, which array's they are.
+        mapped: of tensor maps, and of other views, which array's they are.
     """
+    from flashnumba.machine.tensor_map import TensorMap
+
     torch, place = sys.modules["torch"], next(iter(results.values())).device
     shapes = {name: (result.shape, result.dtype) for name, result in results.items()}
     shapes |= {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in scratch.items()}
@@ -246,7 +247,7 @@ def _of_plan(
     for prepared, launch in ready:
         args = tuple(known[name] for name in launch.args)
         arrays = [places[mapped.get(name, name)] for name in launch.args if mapped.get(name, name) in places]
-        maps = any(name in mapped for name in launch.args)
+        maps = any(arg.__class__ is TensorMap for arg in args)
         fixed = Mapped(prepared, launch.grid, launch.threads, args) if maps else None
         launches.append((fixed or prepared.fixed(launch.grid, launch.threads, args), arrays))
     recipe = _recipe(new.values(), launches, device, returned)

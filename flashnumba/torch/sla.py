@@ -14,7 +14,8 @@ It begins at zero, as the authors' does, so that an untrained module is its spar
 
 Importing this module declares two operators, ``flashnumba::sla_forward`` and ``flashnumba::sla_backward``, so that
 ``torch.compile`` sees one node for each. On a GPU both are the kernels of :mod:`flashnumba.stages.sparsity.sla`, in
-float16 or bfloat16; on a CPU they are computed by definition in float64, which also serves ``gradcheck``.
+float16 or bfloat16 with D up to 128; on a CPU they are computed by definition in float64, which also serves
+``gradcheck``.
 ``torch.func.grad`` and ``vmap`` go through them; there are no second derivatives, and none in forward mode.
 
 Source: Zhang et al., SLA, arXiv 2509.24006; the module's parameters are named as in thu-ml/SLA, and are those.
@@ -46,8 +47,9 @@ def sla_attention(
     """:func:`flashnumba.sparse.sla.sla_attention` with gradients of q, k, v and proj; the map is held fixed.
 
     Args:
-        q, k, v: as there; on a GPU float16 or bfloat16 with D 64 or 128, rows that are not aligned are copied; on a CPU
-            any floating-point type and D. Under autocast they are cast, float64 excepted.
+        q: ``[B, H, M, D]``, or with fewer leading axes; on a GPU float16 or bfloat16 with D from 1 to 128, on a CPU any
+            floating-point type and D. Under autocast they are cast, float64 excepted.
+        k, v: ``[B, Hkv, N, D]``; Hkv divides H, and gradients are summed over the heads of q that share one of k.
         proj: ``[D, D]`` of any floating-point type, rounded to q's; its gradient is of its own.
         critical, negligible, feature_map, form, eps, causal, scale: as there.
         classes: a map as ``return_classes`` gives it, int8 ``[B, H, row tiles, key tiles]``; None: it is guessed.
@@ -106,10 +108,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe) -> None
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
     if not 2 <= q.dim() <= 4 or k.shape != v.shape or q.dim() != k.dim():
         raise ValueError(f"{shapes}; they must have the same number of axes, 2 to 4, and k and v one shape")
-    if q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{shapes}; SLA takes as many heads of k as of q, and one head dimension")
+    if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{shapes}; batch and head dimension must be the same")
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"{shapes}; SLA takes at least one row and one key")
+    if q.dim() > 2 and q.shape[-3] % k.shape[-3]:
+        raise ValueError(f"{shapes}; the number of heads of k and v must divide that of q")
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must be one floating-point type")
     if not q.device == k.device == v.device:
@@ -164,7 +168,7 @@ class SparseLinearAttention(torch.nn.Module):
             torch.nn.init.zeros_(parameter)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o of q ``[B, H, M, D]``, k and v ``[B, H, N, D]``."""
+        """o ``[B, H, M, D]`` of q ``[B, H, M, D]``, k and v ``[B, Hkv, N, D]``."""
         o = sla_attention(q, k, v, proj=self.proj_l.weight.t(), **self.options)
         return o if self.proj_l.bias is None else o + self.proj_l.bias.to(o.dtype)
 

@@ -33,10 +33,9 @@ def by_kernels(q: Tensor, backend: str) -> bool:
     return backend == "emulator" or q.device.type != "cpu"
 
 
-def aligned(x: Tensor) -> Tensor:
-    """As kernels take it: columns packed, rows at multiples of 16 bytes."""
-    x = x.detach().resolve_neg()
-    return x if heads.widest(describe(x)) >= 16 else x.clone(memory_format=torch.contiguous_format)
+def plain(x: Tensor) -> Tensor:
+    """As kernels take it: without a graph, and in memory what it stands for."""
+    return x.detach().resolve_neg()
 
 
 # -- what the operators do ---------------------------------------------------------------------------------------------
@@ -47,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: 
         return _forward_by_definition(q, k, v, proj, classes, options, causal, scale)
     machine, cast = "emulator" if backend == "emulator" else "auto", None if proj is None else proj.detach().to(q.dtype)
     o, kept = sla.forward(
-        aligned(q), aligned(k), aligned(v), None if cast is None else cast.contiguous(), options, causal=causal,
+        plain(q), plain(k), plain(v), None if cast is None else cast.contiguous(), options, causal=causal,
         scale=scale, classes=None if classes is None else classes.contiguous(), machine=machine,
     )  # fmt: skip
     names = LEFT if classes is not None else ("classes", *LEFT)
@@ -63,9 +62,9 @@ def backward(
     if not by_kernels(q, backend):
         return _backward_by_definition(do, q, k, v, proj, classes, options, causal, scale)
     arrays = {
-        "q": aligned(q),
-        "k": aligned(k),
-        "v": aligned(v),
+        "q": plain(q),
+        "k": plain(k),
+        "v": plain(v),
         "o": o.detach(),
         "classes": classes.contiguous(),
         **dict(zip(LEFT, left, strict=True)),
@@ -76,7 +75,7 @@ def backward(
     machine, arch = machine_of("emulator" if backend == "emulator" else "auto", of_q, "q")
     shape = replace(sla.check({name: describe(arrays[name], name) for name in "qkv"}, causal), arch=arch)
     kept = sla.Kept(shape, options, heads.check_scale(scale, shape.d), machine, of_q.device, of_q, arrays)
-    dq, dk, dv, dproj = sla.backward(aligned(do), kept)
+    dq, dk, dv, dproj = sla.backward(plain(do), kept)
     return dq, dk, dv, q.new_empty(0) if proj is None else dproj.to(proj.dtype)
 
 
@@ -123,8 +122,8 @@ def _backward_by_definition(
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, proj: Maybe, classes: Maybe, *how: Any) -> Any:
     from flashnumba.stages.heads import Shape
 
-    batch, heads, m, d = q.shape
-    shape = Shape(str(q.dtype).removeprefix("torch."), batch, heads, heads, m, k.shape[2], d)
+    (batch, heads, m, d), (kv_heads, n) = q.shape, k.shape[1:3]
+    shape = Shape(str(q.dtype).removeprefix("torch."), batch, heads, kv_heads, m, n, d)
     names = (() if classes is not None else ("classes",)) + (LEFT if by_kernels(q, how[-1]) else ())
     of = sla.sizes(shape)
     return q.new_empty(q.shape), [q.new_empty(of[name][1], dtype=getattr(torch, of[name][0])) for name in names]

@@ -18,8 +18,8 @@ def seed():
     torch.manual_seed(0)
 
 
-def made(m=130, n=200, d=4, heads=2, dtype=torch.float64, asks=True):
-    sizes = (m, heads), (n, heads), (n, heads)
+def made(m=130, n=200, d=4, heads=(2, 2), dtype=torch.float64, asks=True):
+    sizes = (m, heads[0]), (n, heads[1]), (n, heads[1])
     q, k, v = (torch.randn(1, rows, h, d, dtype=dtype).transpose(1, 2).requires_grad_(asks) for rows, h in sizes)
     return q, k, v, torch.randn(d, d, dtype=dtype).div(8).requires_grad_(asks)
 
@@ -34,7 +34,7 @@ def attend(q, k, v, proj=None, **options):
 ], ids=str)  # fmt: skip
 def test_gradients_by_finite_differences(case):
     """With the map held: differences do not see that a tile changes its class."""
-    inputs = made()
+    inputs = made(heads=(3, 1) if case.get("causal") else (2, 2))
     _, classes = attend(*inputs, return_classes=True, **case)
     assert torch.autograd.gradcheck(lambda *x: attend(*x, classes=classes, **case), inputs, fast_mode=True)
 
@@ -50,16 +50,17 @@ def test_without_a_projection_and_for_one_input_alone():
 
 
 def test_kernels_under_autograd_are_near_the_definition_and_leave_what_tracers_are_told(monkeypatch):
-    """Rows that are not aligned are copied; the gradient that sum() gives is one number, expanded; dproj keeps its
-    type."""
+    """Two heads of queries have one of keys. Rows that are not aligned are copied, and so are results of 20 columns;
+    the gradient that sum() gives is one number, expanded; dproj keeps its type."""
     sla_gather.use(monkeypatch)
     seen, plain = [], operators.FORWARD
     monkeypatch.setattr(operators, "FORWARD", lambda *args: seen.append((args, plain(*args))) or seen[-1][1])
-    q, k, v = (torch.randn(1, 1, rows, 65).half()[..., 1:].requires_grad_() for rows in (40, 100, 100))
-    proj = torch.randn(64, 64).div(8).requires_grad_()
+    sizes = (2, 70), (1, 100), (1, 100)
+    q, k, v = (torch.randn(1, heads, rows, 21).half()[..., 1:].requires_grad_() for heads, rows in sizes)
+    proj = torch.randn(20, 20).div(8).requires_grad_()
     results = []
     for backend in ("emulator", "numpy"):
-        o, classes = attend(q, k, v, proj, backend=backend, return_classes=True)
+        o, classes = attend(q, k, v, proj, feature_map="relu", backend=backend, return_classes=True)
         results.append((o, *torch.autograd.grad(o.sum(), (q, k, v, proj)), classes))
     for a, b in zip(*results, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -178,7 +179,8 @@ def test_a_module_learns_what_its_sparse_part_leaves_out():
     ({"backend": "sparsity.sla"}, ValueError, "backend is 'sparsity.sla'"),
     ({"causal": 1}, TypeError, "causal is 1"),
     ({"v": torch.zeros(1, 2, 199, 4)}, ValueError, "k and v one shape"),
-    ({"q": torch.zeros(1, 4, 130, 4)}, ValueError, "as many heads"),
+    ({"q": torch.zeros(1, 3, 130, 4)}, ValueError, "must divide that of q"),
+    ({"q": torch.zeros(2, 2, 130, 4)}, ValueError, "batch and head dimension"),
     ({"q": torch.zeros(1, 2, 0, 4)}, ValueError, "at least one row"),
     ({"q": torch.zeros(1, 2, 130, 4).half()}, TypeError, "one floating-point type"),
     ({"proj": torch.zeros(4, 5)}, ValueError, r"proj has shape \(4, 5\)"),
@@ -222,9 +224,9 @@ def test_a_second_call_launches_on_arrays_of_its_own(monkeypatch, projected, giv
     monkeypatch.setattr(tensor_map, "encode", lambda *args: object())
     monkeypatch.setattr(streams, "current_stream", lambda *args: 0)
     monkeypatch.setattr(stage.Kept, "prepared", lambda self, launch: Prepared(launch))
-    shape, options = Shape("float16", 1, 2, 2, 200, 200, 64, arch="90a"), stage.Options(projected=projected)
-    q, k, v, proj = (torch.randn(1, 2, 200, 64).half() for _ in range(4))
-    classes = torch.zeros(1, 2, 4, 4, dtype=torch.int8)
+    shape, options = Shape("float16", 1, 4, 2, 200, 200, 64, arch="90a"), stage.Options(projected=projected)
+    q, k, v, proj = (torch.randn(1, heads, 200, 64).half() for heads in (4, 2, 2, 2))
+    classes = torch.zeros(1, 4, 4, 4, dtype=torch.int8)
     extra = ({"proj": proj[0, 0, :64].clone()} if projected else {}) | ({"classes": classes} if given else {})
     first = {"q": q, "k": k, "v": v, "o": torch.empty_like(q)} | extra
     kept = stage.Kept(shape, options, 0.1, "cuda", None, describe(q, "q"), {"q": q})

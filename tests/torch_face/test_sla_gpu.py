@@ -7,6 +7,7 @@ import pytest
 from flashnumba.compare import assert_close
 from flashnumba.machine.arrays import element_dtype, host_view
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 
 pytestmark = pytest.mark.gpu
 
@@ -20,9 +21,10 @@ def torch():
     return torch
 
 
-def made(torch, dtype, m=700, n=1000, d=128):
+def made(torch, dtype, m=700, n=1000, d=128, heads=(2, 2)):
     """As a projection leaves them: views, the heads beside one another."""
-    q, k, v = (torch.randn(2, rows, 2, d, device="cuda", dtype=dtype).transpose(1, 2) for rows in (m, n, n))
+    sizes = (m, heads[0]), (n, heads[1]), (n, heads[1])
+    q, k, v = (torch.randn(2, rows, h, d, device="cuda", dtype=dtype).transpose(1, 2) for rows, h in sizes)
     return [*(x.requires_grad_() for x in (q, k, v)), torch.randn(d, d, device="cuda").div(8).requires_grad_()]
 
 
@@ -41,11 +43,17 @@ def solve(torch, inputs, do, **options):
 
 
 @pytest.mark.parametrize("case", [
-    ("float16", 128, {}), ("bfloat16", 64, {"causal": True, "feature_map": "elu", "form": "all"}),
+    ("float16", 128, (2, 2), {}),
+    ("bfloat16", 64, (2, 2), {"causal": True, "feature_map": "elu", "form": "all"}),
+    ("float16", 128, (6, 2), {"causal": True}),
+    ("bfloat16", 96, (4, 2), {"form": "rest"}),
+    ("float16", 40, (3, 1), {"causal": True, "feature_map": "relu"}),
+    ("float16", 100, (2, 2), {"feature_map": "elu"}),  # rows of 200 bytes: copied
+    ("bfloat16", 1, (4, 1), {"causal": True}),
 ], ids=str)  # fmt: skip
 def test_beside_the_definition_and_the_same_bits_again(torch, case):
-    dtype, d, options = case
-    inputs = made(torch, getattr(torch, dtype), d=d)
+    dtype, d, heads, options = case
+    inputs = made(torch, getattr(torch, dtype), d=d, heads=heads)
     do = torch.randn_like(inputs[0])
     *got, classes = solve(torch, inputs, do, **options)
     q, k, v, proj = (host(x) for x in (*inputs[:3], inputs[3].to(do.dtype)))
@@ -54,15 +62,16 @@ def test_beside_the_definition_and_the_same_bits_again(torch, case):
     exact = reference.attend(q, k, v, seen, proj, **options).o, *reference.gradients(
         host(do), q, k, v, seen, proj, **options
     )  # fmt: skip
-    low, low_gradients = reference.low_precision(q, k, v, seen, proj, host(do), **options)
+    low, low_gradients = low_precision(q, k, v, seen, proj, host(do), **options)
     for name, a, b, c in zip(("o", "dq", "dk", "dv", "dproj"), got, exact, (low.o, *low_gradients), strict=True):
         assert_close(host(a), b, c, what=name)
     for _ in range(5):
         assert all(torch.equal(a, b) for a, b in zip((*got, classes), solve(torch, inputs, do, **options), strict=True))
 
 
-def test_a_graph_of_forward_and_backward(torch):
-    inputs = made(torch, torch.bfloat16)
+@pytest.mark.parametrize(("d", "heads"), [(128, (2, 2)), (72, (4, 2)), (68, (2, 1))])
+def test_a_graph_of_forward_and_backward(torch, d, heads):
+    inputs = made(torch, torch.bfloat16, d=d, heads=heads)
     do = torch.randn_like(inputs[0])
     solve(torch, inputs, do)  # compiles
     side = torch.cuda.Stream()

@@ -3,8 +3,8 @@
 Which kernels that are :mod:`flashnumba.stages.sparsity.sla_plans` says. They are on tensor cores where they multiply
 tiles, float16 or bfloat16 in and float32 inside, with no atomics: the same bits every time.
 
-Beside its inputs and o a forward keeps the sums H (D (D + 1) numbers of 16 bits for 64 rows: twice as many bytes as q
-at D = 128), four numbers a row, and the map.
+Beside its inputs and o a forward keeps the sums H (W (W + 1) numbers of 16 bits for 64 rows, of tiles of W columns, 64
+or 128: twice as many bytes as q at D = 128), four numbers a row, and the map.
 
 Source: as :mod:`flashnumba.stages.sparsity.sla_reference`.
 """
@@ -26,6 +26,8 @@ from flashnumba.stages.again import Recipe, Recipes, kind, of_sla
 from flashnumba.stages.heads import Launch, Plan, Shape
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.stages.sparsity import sla_gather
+from flashnumba.stages.sparsity.sla_copies import Copies
+from flashnumba.stages.sparsity.sla_pieces import DIMENSIONS
 from flashnumba.stages.sparsity.sla_plans import (
     DEFAULT,
     Options,
@@ -37,11 +39,9 @@ from flashnumba.stages.sparsity.sla_plans import (
 )
 from flashnumba.stages.sparsity.sla_reference import EPS, FEATURES, FORMS, MILLION, mean_of
 
-__all__ = ["DIMENSIONS", "KEPT", "Kept", "Options", "backward", "check", "check_options", "forward", "plan_backward",
+__all__ = ["KEPT", "Kept", "Options", "backward", "check", "check_options", "forward", "plan_backward",
            "plan_forward", "signature", "sizes", "tiles_of"]  # fmt: skip
 
-DIMENSIONS = (64, 128)
-"""Head dimensions that kernels take."""
 KEPT = (
     "q", "k", "v", "proj", "o", "lse", "origin", "bias", "share", "classes", "lists", "counts", "weights", "sums",
 )  # fmt: skip
@@ -85,13 +85,9 @@ class Kept:
     found: Described
     arrays: dict[str, Any]
 
-    def launch(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> None:
-        """Launch a plan, with new arrays for what of its scratch is not known yet; ``known`` gets all arguments."""
-        with library_stream(self.found, stream):
-            self.bind(plan, known, stream)()
-
     def bind(self, plan: Plan, known: dict[str, Any], stream: Any = None) -> Callable[[], None]:
-        """What launches a plan again and again, with the same arrays; ``known`` gets those of its scratch too."""
+        """What launches a plan again and again, with the same arrays; ``known`` gets all arguments, and new arrays for
+        what of the plan's scratch is not known yet."""
         shape, unit = self.shape, mean_of(tiles_of(self.shape)[1])
         known |= {
             "scale": np.float32(self.scale), "causal": np.int32(shape.causal), "rows": np.int64(shape.m),
@@ -134,9 +130,10 @@ def forward(
     """(o, what the gradients need) by kernels.
 
     Args:
-        q, k, v: ``[B, H, M, D]`` and ``[B, H, N, D]``, or with fewer leading axes, float16 or bfloat16; D is 64 or 128,
-            columns are packed and rows lie at multiples of 16 bytes.
-        proj: ``[D, D]`` of their type, packed columns; None without one.
+        q, k, v: ``[B, H, M, D]`` and ``[B, Hkv, N, D]``, or with fewer leading axes, float16 or bfloat16; Hkv divides
+            H, D is 1 to 128. They may have any strides; what is copied :mod:`flashnumba.stages.sparsity.sla_copies`
+            says.
+        proj: ``[D, D]`` of their type; None without one.
         classes: the map, int8 ``[B, H, row tiles, key tiles]`` of q's kind and packed; None: it is computed.
         causal, scale, machine, stream: as :func:`flashnumba.stages.heads.forward`; the scale is above 0.
 
@@ -161,19 +158,20 @@ def forward(
     if int(arch.rstrip("a")) < 80:
         raise ValueError(f"q is on sm_{arch}; SLA's kernels need sm_80 or later")
     options = replace(options, projected=proj is not None)
-    with library_stream(of_q, stream):
-        o = empty_like_kind(q, of_q.shape)
-    views = {name: heads._view(x, found[name], 4) for name, x in named.items() if name != "proj"}
-    if proj is not None:
-        views["proj"] = proj
     if classes is not None:
-        views["classes"] = check_classes(classes, shape, of_q)
-    views["o"] = heads._view(o, replace(describe(o, "o"), readonly=False), 4)
+        check_classes(classes, shape, of_q)
     kept = Kept(shape, options, scale, machine, of_q.device, of_q, {"q": q})
     plan = plan_forward(shape, options, given=classes is not None)
-    kept.launch(plan, views, stream)
-    RECIPES.add(key, remember(kept, plan, views, proj is not None, classes is not None) if key else None)
-    kept.arrays = {name: views[name] for name in KEPT if name in views} | {"q": q, "k": k, "v": v, "o": o}
+    with library_stream(of_q, stream):
+        o, copies = empty_like_kind(q, of_q.shape), Copies(q, machine, of_q.device, stream)
+        views = {name: copies.given(x, found[name], 2 if name == "proj" else 4) for name, x in named.items()}
+        views |= {"o": copies.result(o)} | ({} if classes is None else {"classes": classes})
+        kept.bind(plan, views, stream)()
+        copies.hand_back()
+    if key and not copies.made:
+        RECIPES.add(key, remember(kept, plan, views, proj is not None, classes is not None))
+    given = named | {"o": o}
+    kept.arrays = {name: given.get(name, views.get(name)) for name in KEPT if name in views}
     return finish(o, of_q, stream), kept
 
 
@@ -216,7 +214,8 @@ RECIPES = Recipes()
 
 
 def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, Any]:
-    """(dq, dk, dv, dproj): new packed arrays as q, k and v; dproj float32 ``[D, D]``, None without a projection.
+    """(dq, dk, dv, dproj): new packed arrays as q ``[B, H, M, D]``, k and v ``[B, Hkv, N, D]``, the latter two summed
+    over heads that share one; dproj float32 ``[D, D]``, None without a projection.
 
     Raises:
         TypeError, ValueError: do is not as q, or lies elsewhere.
@@ -227,56 +226,49 @@ def backward(do: Any, kept: Kept, stream: Any = None) -> tuple[Any, Any, Any, An
         raise TypeError(f"do has elements of type {of_do.element}; they must be q's, {of_q.element}")
     if of_do.shape != of_q.shape or of_do.device != of_q.device:
         raise ValueError(f"do has shape {of_do.shape} on {of_do.device}; it must be as q: {of_q.shape}, {of_q.device}")
-    if heads.widest(of_do) < 16:
-        raise ValueError(f"do has strides {of_do.strides}; SLA's kernels take packed columns and rows at 16 bytes")
-    arrays = kept.arrays
+    arrays, plan = kept.arrays, plan_backward(kept.shape, kept.options)
     with library_stream(of_q, stream):
         results = [empty_like_kind(arrays[name], describe(arrays[name], name).shape) for name in "qkv"]
-    known = {name: heads._view(arrays[name], describe(arrays[name], name), 4) for name in ("q", "k", "v", "o")}
-    known |= {name: arrays[name] for name in KEPT if name in arrays and name not in known}
-    known["do"] = heads._view(do, of_do, 4)
-    for name, result in zip(("dq", "dk", "dv"), results, strict=True):
-        known[name] = heads._view(result, replace(describe(result, name), readonly=False), 4)
-    kept.launch(plan_backward(kept.shape, kept.options), known, stream)
+        copies, known = Copies(arrays["q"], kept.machine, kept.device, stream), dict(arrays)
+        for name in ("q", "k", "v", "o", *(("proj",) if "proj" in arrays else ())):
+            known[name] = copies.given(arrays[name], describe(arrays[name], name), 2 if name == "proj" else 4)
+        known["do"] = copies.given(do, of_do)
+        known |= {name: copies.result(x) for name, x in zip(("dq", "dk", "dv"), results, strict=True)}
+        kept.bind(plan, known, stream)()
+        copies.hand_back()
     dq, dk, dv = (finish(result, of_q, stream) for result in results)
     return dq, dk, dv, finish(known["dproj"], of_q, stream) if kept.options.projected else None
 
 
 def check(found: dict[str, Described], causal: bool, *, kernels: bool = True) -> Shape:
-    """The shape of a problem that SLA takes, and its ``kernels``.
+    """The shape of a problem that SLA takes, and its ``kernels``: these have tiles of up to 128 columns, and so no
+    greater head dimension (:data:`flashnumba.stages.sparsity.sla_pieces.DIMENSIONS`).
 
     Raises:
         TypeError, ValueError: as :func:`flashnumba.stages.heads.check`, and for what these kernels do not take.
     """
     q = found["q"]
     shape = heads.check(q, found["k"], found["v"], causal=causal)
-    if shape.kv_heads != shape.heads:
-        raise ValueError(f"q has {shape.heads} heads and k {shape.kv_heads}; SLA takes as many of either")
     if 0 in (shape.batch, shape.heads, shape.m, shape.n):
         raise ValueError(f"q has shape {q.shape} and k {found['k'].shape}; SLA takes at least one row and one key")
     if kernels and shape.element not in ("float16", "bfloat16"):
         raise TypeError(f"q has elements of type {q.element}; SLA's kernels take float16 and bfloat16")
-    if kernels and shape.d not in DIMENSIONS:
-        raise ValueError(f"q has shape {q.shape}; SLA's kernels take a head dimension of 64 or 128")
-    if kernels and shape.vector < 16:
-        raise ValueError("q, k and v must have packed columns and rows at multiples of 16 bytes; pass them contiguous")
+    if kernels and shape.d > DIMENSIONS[-1]:
+        raise ValueError(f"q has shape {q.shape}; SLA's kernels take a head dimension of 1 to {DIMENSIONS[-1]}")
     if "proj" in found:
         proj = found["proj"]
         if proj.element != shape.element:
             raise TypeError(f"proj has elements of type {proj.element}; they must be q's, {shape.element}")
         if proj.shape != (shape.d, shape.d) or proj.device != q.device:
             raise ValueError(f"proj has shape {proj.shape}; it must be {(shape.d, shape.d)}, in one place with q")
-        if kernels and heads.widest(proj) < 16:
-            raise ValueError(f"proj has strides {proj.strides}; it must be contiguous")
     return shape
 
 
-def check_classes(classes: Any, shape: Shape, of_q: Described) -> Any:
-    """A map of the caller's, as kernels take it."""
+def check_classes(classes: Any, shape: Shape, of_q: Described) -> None:
+    """ValueError for a map of the caller's that kernels do not take."""
     found, wanted = describe(classes, "classes"), (shape.batch, shape.heads, *tiles_of(shape))
     if found.element != "int8" or found.shape != wanted or found.device != of_q.device or not found.contiguous:
         raise ValueError(
             f"classes is {found.element} of shape {found.shape} and strides {found.strides}; it must be int8 of shape "
             f"{wanted}, packed, in one place with q"
         )
-    return classes

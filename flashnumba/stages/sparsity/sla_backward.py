@@ -1,7 +1,7 @@
 """The gradients of SLA's softmax part: those of attention, over lists of tiles.
 
 ``dq``          a block for each row tile walks over its critical key tiles,
-``dk dv``       a block for each key tile over the row tiles for which it is critical.
+``dk dv``       a block for each key tile over the row tiles for which it is critical, of all heads of its group.
 
 Equations and steps are those of :mod:`flashnumba.stages.backward.mma_dq` and ``mma_dkdv``; what changed is which tile
 comes next. The maximum and the logarithm of the sum come apart from the forward, so that no row has to ask its keys
@@ -12,7 +12,11 @@ With all tiles critical these are the gradients of dense attention and within th
 weight is 2^(s factor - lse log2 e), as lse is all that its caller has, and here 2^((s - maximum) factor - log2 sum):
 they round apart, and sometimes the weight of 11 bits then does. Products are also summed in the order of other tiles.
 
-The limit: a key tile that many rows find critical is one block's work, and the last block decides when a launch ends.
+Where heads of queries share one of keys, the list of a key tile has the row tiles of the group's heads one after the
+other, and a block's sums go on from head to head: dk and dv are summed over the group in registers, in that order.
+
+The limit: a key tile that many rows find critical is one block's work, and the last block decides when a launch ends;
+with few heads of keys blocks are also few.
 
 Source: Dao, FlashAttention-2, arXiv 2307.08691, algorithm 2; Zhang et al., SLA, arXiv 2509.24006, algorithm 2.
 """
@@ -25,17 +29,19 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import ld_global_b32, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.backward.mma_keys import make_key_steps
-from flashnumba.stages.backward.mma_parts import address_of, make_parts
+from flashnumba.stages.backward.mma_parts import Parts, address_of, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
-from flashnumba.stages.sparsity.sla_products import make_row_steps, piece_of
+from flashnumba.stages.sparsity.sla_pieces import head_of_keys, is_even, make_copy_rows, piece_of
+from flashnumba.stages.sparsity.sla_products import make_row_steps
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
 
 __all__ = ["FAULTS", "dkdv_tiles", "dq_tiles", "make_dkdv", "make_dq"]
 
-FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "delta", "list", "linear")
-"""What can be planted: "list" walks over the tiles from the first on, "linear" leaves out the other part."""
+FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "delta", "list", "linear", "group")
+"""What can be planted: "list" walks over the tiles from the first on, "linear" leaves out the other part, "group" takes
+the first head of keys for all, or of a group's heads the first for all."""
 
 
 def dq_tiles(d: int, arch: str) -> Tiles:
@@ -50,29 +56,42 @@ def dkdv_tiles(d: int, arch: str) -> Tiles:
     return Tiles(d, BLOCK, 32, results=2)
 
 
+def make_row_parts(tiles: Tiles, element: str, arch: str, columns: int, broken: str) -> Parts:
+    """The parts for rows of ``columns``, as :func:`~.sla_pieces.make_copy_rows` copies them."""
+    swizzled, threads = broken != "swizzle", tiles.threads
+    return make_parts(
+        tiles, element, 16, arch, even=is_even(tiles.d, columns), waits=broken != "wait", swizzled=swizzled
+    )._replace(
+        copy_own=make_copy_rows(tiles.own, tiles.d, threads, arch, columns=columns),
+        copy_other=make_copy_rows(tiles.other, tiles.d, threads, arch, columns=columns, on=swizzled),
+    )  # fmt: skip
+
+
 @cache
-def make_dq(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
+def make_dq(
+    tiles: Tiles, element: str, arch: str = "80", *, columns: int = 0, grouped: bool = False, broken: str = ""
+) -> Kernel:  # fmt: skip
     """``(q, k, v, do, dq, delta, origin, bias, lists, counts, scale, causal)``: dq has the linear part's when it
-    begins. A block for each row tile."""
+    begins. A block for each row tile. ``columns`` and ``grouped`` as :func:`~.sla_forward.make_attend`."""
     own, other, groups, slots = tiles.own, tiles.other, tiles.other // 8, tiles.slots
     per_tile = BLOCK // other
-    parts = make_parts(tiles, element, 16, arch, even=True, waits=broken != "wait", swizzled=broken != "swizzle")
+    parts = make_row_parts(tiles, element, arch, columns, broken)
     copy_own, copy_other, wait, commit = parts.copy_own, parts.copy_other, parts.wait, parts.commit
     weight, pack, clear, store = parts.weight, parts.pack, parts.clear, parts.store
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
-    add = make_row_steps(tiles.d, element, None, arch).add
+    add = make_row_steps(tiles.d, element, None, arch, columns=columns).add
     own_bytes, slot_bytes, acc_regs, s_regs = tiles.own_bytes, tiles.slot_bytes, tiles.d // 2, other // 2
     p_regs, next_row = s_regs // 2, int(broken != "causal")
-    no_barrier, no_tail, no_delta, in_turn, alone = (
-        broken == x for x in ("barrier", "tail", "delta", "list", "linear")
+    no_barrier, no_tail, no_delta, in_turn, alone, apart = (
+        broken == x for x in ("barrier", "tail", "delta", "list", "linear", "group")
     )  # fmt: skip
 
     @device
     def copy_step(k_tile, v_tile, k_from, v_from, k, v, key):
-        left, columns = k.shape[2] - key, k.shape[3]
-        copy_other(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], left, columns)
-        copy_other(v_tile, v_from + key * v.strides[2], v.strides[2], v.strides[3], left, columns)
+        left, width = k.shape[2] - key, k.shape[3]
+        copy_other(k_tile, k_from + key * k.strides[2], k.strides[2], k.strides[3], left, width)
+        copy_other(v_tile, v_from + key * v.strides[2], v.strides[2], v.strides[3], left, width)
 
     @device
     def hide(p, row, key, offset, causal, n_rows, lane):
@@ -95,10 +114,11 @@ def make_dq(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "") -
         k_tile = do_tile + uint32(own_bytes)
         v_tile = k_tile + uint32(slots * slot_bytes)
         lane, warp_row = int32(cuda.threadIdx.x & 31), int32((cuda.threadIdx.x >> 5) * 16)
-        m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
+        m_rows, n_rows, width = q.shape[2], k.shape[2], q.shape[3]
         batch, head, block = piece_of(cuda.blockIdx.x, counts.shape[2], q.shape[1])
         row0, offset = block * own, n_rows - m_rows
-        k_from, v_from = address_of(k, batch, head, int64(0)), address_of(v, batch, head, int64(0))
+        of_keys = (int64(0) if apart else head_of_keys(head, q, k)) if grouped else head
+        k_from, v_from = address_of(k, batch, of_keys, int64(0)), address_of(v, batch, of_keys, int64(0))
         whole = min(n_rows, row0 + offset + next_row) if causal != 0 else n_rows  # all rows see the keys before it
         mine, count = lists[batch, head, block], int32(counts[batch, head, block] * int32(per_tile))
 
@@ -124,8 +144,8 @@ def make_dq(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "") -
         k_lane, v_lane, k_columns = (
             lane_of_rows(k_tile, lane), lane_of_rows(v_tile, lane), lane_of_columns(k_tile, lane),
         )  # fmt: skip
-        copy_own(q_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], m_rows - row0, columns)
-        copy_own(do_tile, address_of(do, batch, head, row0), do.strides[2], do.strides[3], m_rows - row0, columns)
+        copy_own(q_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], m_rows - row0, width)
+        copy_own(do_tile, address_of(do, batch, head, row0), do.strides[2], do.strides[3], m_rows - row0, width)
         key, coming = int64(0), int64(0)
         if count > 0:
             key = int64(0) if in_turn else int64(mine[0]) * BLOCK
@@ -166,28 +186,44 @@ def make_dq(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "") -
             acc[i] *= scale
         if not alone:
             add(acc, to, dq.strides[2], warp_row, lane, left)
-        store(to, dq.strides[2], dq.strides[3], acc, float32(1), q_tile, warp_row, lane, left, columns)
+        store(to, dq.strides[2], dq.strides[3], acc, float32(1), q_tile, warp_row, lane, left, width)
 
     return sla_dq
 
 
 @cache
-def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
+def make_dkdv(
+    tiles: Tiles, element: str, arch: str = "80", *, columns: int = 0, grouped: bool = False, broken: str = ""
+) -> Kernel:  # fmt: skip
     """``(q, k, v, do, dk, dv, delta, origin, bias, lists, counts, scale, causal)``: dk and dv have the linear part's
-    when it begins; lists are those of key tiles. A block for each key tile."""
+    when it begins; lists are those of key tiles, :func:`~.sla_lists.make_key_lists`. A block for each key tile.
+    ``columns`` and ``grouped`` as :func:`~.sla_forward.make_attend`."""
     own, other, slots, per_tile = tiles.own, tiles.other, tiles.slots, BLOCK // tiles.other
-    parts = make_parts(tiles, element, 16, arch, even=True, waits=broken != "wait", swizzled=broken != "swizzle")
+    parts = make_row_parts(tiles, element, arch, columns, broken)
     copy_own, wait, commit, pack, clear, store = (
         parts.copy_own, parts.wait, parts.commit, parts.pack, parts.clear, parts.store,
     )  # fmt: skip
     copy_step, weigh, hide, differ = make_key_steps(tiles, parts, broken)
-    add = make_row_steps(tiles.d, element, None, arch).add
+    add = make_row_steps(tiles.d, element, None, arch, columns=columns).add
     lane_of_own, lane_of_rows, lane_of_columns = parts.steps.q_lane, parts.steps.k_lane, parts.steps.v_lane
     multiply, accumulate = parts.steps.multiply_qk, parts.steps.multiply_pv
     to_do = slots * tiles.slot_bytes  # from a tile of Q to that of dO
     own_bytes, slot_bytes, statistics_bytes = tiles.own_bytes, tiles.slot_bytes, tiles.statistics_bytes
     s_regs, acc_regs, p_regs, under = other // 2, tiles.d // 2, other // 4, tiles.under
-    no_barrier, in_turn, alone = (broken == x for x in ("barrier", "list", "linear"))
+    no_barrier, in_turn, alone, apart = (broken == x for x in ("barrier", "list", "linear", "group"))
+
+    @device
+    def entry_of(entry, step):
+        """The list's entry at an address, the ``step``-th."""
+        return int32(step // int32(per_tile)) if in_turn else int32(ld_global_b32(uint64(entry)))
+
+    @device
+    def of_group(number, head, q, k, m_rows):
+        """(head of q, its row tile) of an entry, where lists are those of a group's heads."""
+        tiles_of_head = uint32((m_rows + (BLOCK - 1)) // BLOCK)
+        first = uint32(head) * (uint32(q.shape[1]) // uint32(k.shape[1]))
+        member = uint32(0) if apart else uint32(number) // tiles_of_head
+        return int32(first + member), int32(uint32(number) % tiles_of_head)
 
     @kernel(threads=tiles.threads, min_blocks=tiles.min_blocks, arch=arch, name="sparsity.sla dk dv")
     def sla_dkdv(q, k, v, do, dk, dv, delta, origin, bias, lists, counts, scale, causal):
@@ -198,7 +234,7 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
         do_tile = q_tile + uint32(slots * slot_bytes)
         statistics = do_tile + uint32(slots * slot_bytes)
         lane, warp_row = int32(cuda.threadIdx.x & 31), int32((cuda.threadIdx.x >> 5) * 16)
-        m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
+        m_rows, n_rows, width = q.shape[2], k.shape[2], q.shape[3]
         batch64, head64, block = piece_of(cuda.blockIdx.x, counts.shape[2], k.shape[1])
         batch, head, key0, offset = int32(batch64), int32(head64), int32(block * own), int32(n_rows - m_rows)
         count = int32(counts[batch64, head64, block] * int32(per_tile))
@@ -222,19 +258,24 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
         q_columns = lane_of_columns(q_tile, lane)
         keys_left = n_rows - int64(key0)
         k_from, v_from = address_of(k, batch64, head64, int64(key0)), address_of(v, batch64, head64, int64(key0))
-        copy_own(k_tile, k_from, k.strides[2], k.strides[3], keys_left, columns)
-        copy_own(v_tile, v_from, v.strides[2], v.strides[3], keys_left, columns)
-        row, coming = int32(0), int32(0)
+        copy_own(k_tile, k_from, k.strides[2], k.strides[3], keys_left, width)
+        copy_own(v_tile, v_from, v.strides[2], v.strides[3], keys_left, width)
+        row, coming, of_q = int32(0), int32(0), head
         if count > 0:
-            row = int32(0) if in_turn else int32(int32(ld_global_b32(uint64(entry))) * int32(BLOCK))
-            copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, head, row)
+            row = entry_of(entry, int32(0))
+            if grouped:
+                of_q, row = of_group(row, head, q, k, m_rows)
+            row = int32(row * int32(BLOCK))
+            copy_step(q_tile, do_tile, statistics, q, do, delta, origin, bias, batch, of_q, row)
         commit()
         for i in range(int32(0), count, int32(1)):
             here, numbers = uint32(i & 1) * uint32(slot_bytes), statistics + uint32(i & 1) * uint32(statistics_bytes)
             if i + 1 < count:
                 if per_tile == 1 or (i + 1) % int32(per_tile) == 0:
                     entry += int64(4)
-                    coming = int32((i + 1) // int32(per_tile)) if in_turn else int32(ld_global_b32(uint64(entry)))
+                    coming = entry_of(entry, int32(i + 1))
+                    if grouped:
+                        of_q, coming = of_group(coming, head, q, k, m_rows)
                     coming = int32(coming * int32(BLOCK))
                 else:
                     coming = int32(row + int32(other))
@@ -248,7 +289,7 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
                 there = uint32(slot_bytes) - here
                 copy_step(
                     q_tile + there, do_tile + there, statistics + uint32((i + 1) & 1) * uint32(statistics_bytes),
-                    q, do, delta, origin, bias, batch, head, coming,
+                    q, do, delta, origin, bias, batch, of_q, coming,
                 )  # fmt: skip
             commit()
             if not under:
@@ -279,7 +320,7 @@ def make_dkdv(tiles: Tiles, element: str, arch: str = "80", *, broken: str = "")
             add(dk_acc, dk_to, dk.strides[2], warp_row, lane, keys_left)
             add(dv_acc, dv_to, dv.strides[2], warp_row, lane, keys_left)
         one = float32(1)
-        store(dk_to, dk.strides[2], dk.strides[3], dk_acc, one, k_tile, warp_row, lane, keys_left, columns)
-        store(dv_to, dv.strides[2], dv.strides[3], dv_acc, one, v_tile, warp_row, lane, keys_left, columns)
+        store(dk_to, dk.strides[2], dk.strides[3], dk_acc, one, k_tile, warp_row, lane, keys_left, width)
+        store(dv_to, dv.strides[2], dv.strides[3], dv_acc, one, v_tile, warp_row, lane, keys_left, width)
 
     return sla_dkdv

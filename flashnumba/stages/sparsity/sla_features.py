@@ -14,7 +14,7 @@ from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import ex2_approx, ld_shared_b32, rcp_approx, st_shared_b32
-from flashnumba.machine.numba import cuda, float32, uint32
+from flashnumba.machine.numba import cuda, float32, int32, uint32
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.online import LOG2_E, NOTHING
 from flashnumba.tiles.reduce import lanes_max, lanes_sum
@@ -75,18 +75,26 @@ def make_pull_back(feature_map: str) -> DeviceFunction:
 
 
 @cache
-def make_features(d: int, element: str, feature_map: str, arch: str = "80", *, tail: bool = True) -> DeviceFunction:
+def make_features(
+    d: int, element: str, feature_map: str, arch: str = "80", *, columns: int = 0, tail: bool = True,
+    masked: bool = True,
+) -> DeviceFunction:  # fmt: skip
     """``features(tile, warp_row, lane, left)``: 16 rows from ``warp_row`` on become their phi, and zeros from row
-    ``left`` of the tile on.
+    ``left`` of the tile and from column ``columns`` on.
+
+    A column that is not there counts as -inf, whose phi is 0 by each map: it has no part in the softmax's sum. All
+    that is made of phi, states and gradients too, is then 0 there.
 
     A lane reads and writes its own words; others of the warp may read after ``syncwarp``.
 
     Args:
-        tail: False plants a fault: rows that are not there have a phi as well.
+        columns: of the head dimension, up to ``d``; 0 for ``d``.
+        tail, masked: False plants a fault: rows, or columns, that are not there have a phi as well.
     """
     groups, count, place = d // 8, d // 4, swizzle(d).at
     wide = vectors(element, 4, arch=arch)
     low, high, pair, phi = wide.low, wide.high, wide.pack, make_map(feature_map, count)
+    whole_groups, there = (columns // 8, columns) if columns and masked else (groups, d)
 
     @device
     def features(tile, warp_row, lane, left):
@@ -97,6 +105,10 @@ def make_features(d: int, element: str, feature_map: str, arch: str = "80", *, t
                 word = ld_shared_b32(place(tile, row, n) + uint32(4 * (lane & 3)))
                 x[2 * n] = low(word)
                 x[2 * n + 1] = high(word)
+            for n in range(whole_groups, groups):
+                for i in range(2):
+                    if int32(2) * (lane & int32(3)) + int32(8 * n + i) >= int32(there):
+                        x[2 * n + i] = float32(NOTHING)
             phi(x)
             if tail and row >= left:
                 for e in range(count):

@@ -24,37 +24,46 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import cp_async_commit, cp_async_wait, lane_id, lg2_approx, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.sparsity import sla_linear
-from flashnumba.stages.sparsity.sla_products import WARPS, address_of, piece_of
+from flashnumba.stages.sparsity.sla_pieces import address_of, head_of_keys, is_even, make_copy_rows, piece_of
+from flashnumba.stages.sparsity.sla_products import WARPS
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, seen
-from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.rows import make_hide, make_store
 
 __all__ = ["FAULTS", "forward_tiles", "make_attend"]
 
-FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "list", "stride", *sla_linear.FAULTS)
-"""What can be planted: "list" walks over the key tiles from the first on, whatever the list says."""
+FAULTS = ("barrier", "wait", "swizzle", "tail", "causal", "list", "stride", "group", *sla_linear.FAULTS)
+"""What can be planted: "list" walks over the key tiles from the first on, whatever the list says; "group" takes the
+first head of keys for all."""
 
 
-def forward_tiles(d: int, arch: str = "90a") -> AttentionTiles:
+def forward_tiles(d: int, arch: str = "90a", columns: int = 0) -> AttentionTiles:
     """Tiles of ``attend``, those that were fastest on an H200: at d = 128 two warps of 32 rows, which read K and V from
-    shared memory half as often as four of 16 (325 TFLOP/s for 292 at 16k tokens), four blocks a multiprocessor.
+    shared memory half as often as four of 16 (325 TFLOP/s for 292 at 16k tokens), four blocks a multiprocessor. They
+    take all 255 registers: with fewer ``columns``, where also a lane's place in a row decides, it is four of 16.
 
     All rescale O only where a maximum rises, as dense attention does at d = 128 on sm_90: the compiler fuses what is
     multiplied and added in any case, and bits would differ.
     """
     if d > 64:
-        return AttentionTiles(d, BLOCK, BLOCK, 2 if arch.rstrip("a") == "90" else WARPS, 1, lazy=True)
+        return AttentionTiles(d, BLOCK, BLOCK, WARPS if columns or arch.rstrip("a") != "90" else 2, 1, lazy=True)
     return AttentionTiles(d, BLOCK, BLOCK, WARPS, 2, lazy=True)
 
 
 @cache
 def make_attend(
-    tiles: AttentionTiles, element: str, feature_map: str = "softmax", arch: str = "80", *, broken: str = ""
+    tiles: AttentionTiles, element: str, feature_map: str = "softmax", arch: str = "80", *, columns: int = 0,
+    grouped: bool = False, broken: str = "",
 ) -> Kernel:  # fmt: skip
     """``(q, k, v, o, lse, origin, bias, share, lists, counts, sums, scale, eps, causal)``; rows at multiples of 16
-    bytes, columns packed, head dimension ``tiles.d``; scale above 0; sums ``[B, H, row tiles, d (d + 1)]``. A block for
-    each row tile."""
+    bytes, columns packed; scale above 0; sums ``[B, H, row tiles, d (d + 1)]``. A block for each row tile.
+
+    Args:
+        columns: of the head dimension, up to ``tiles.d``; 0 for that. q, k, v and o have as many, and zeros up to the
+            next multiple of 8.
+        grouped: heads of k and v may be fewer than those of q.
+        broken: of :data:`FAULTS`.
+    """
     d, bm, bn, threads, frags, slots = tiles.d, tiles.bm, tiles.bn, tiles.threads, tiles.frags, tiles.slots
     steps = make_steps(tiles, element, arch)
     clear, load_q, multiply_qk, softmax_pv, row_total = (
@@ -63,14 +72,14 @@ def make_attend(
     lane_of_q, lane_of_k, lane_of_v = steps.q_lane, steps.k_lane, steps.v_lane
     next_row, pitch, slot_bytes = int(broken != "causal"), tiles.pitch, tiles.slot
     hide = make_hide(tiles, steps.mask, tail=broken != "tail", next_row=next_row)
-    store = make_store(tiles, element, 16, arch)
-    add_linear = sla_linear.make_linear(tiles, element, feature_map, arch, broken=broken)
-    copy_q = make_copy_tile(bm, d, threads, 16, arch, even=True)
-    copy_k = make_copy_tile(bn, d, threads, 16, arch, even=True, on=broken != "swizzle")
-    copy_v = make_copy_tile(bn, d, threads, 16, arch, even=True)
+    store = make_store(tiles, element, 16, arch, even=is_even(d, columns))
+    add_linear = sla_linear.make_linear(tiles, element, feature_map, arch, columns=columns, broken=broken)
+    copy_q = make_copy_rows(bm, d, threads, arch, columns=columns)
+    copy_k = make_copy_rows(bn, d, threads, arch, columns=columns, on=broken != "swizzle")
+    copy_v = make_copy_rows(bn, d, threads, arch, columns=columns)
     s_regs, o_regs, rows_held, q_regs = frags * bn // 2, frags * d // 2, 2 * frags, max(1, 4 * frags * tiles.q_held)
     wait_all = cp_async_wait(0)
-    waits, meets, listed, swapped = (broken != x for x in ("wait", "barrier", "list", "stride"))
+    waits, meets, listed, swapped, shares = (broken != x for x in ("wait", "barrier", "list", "stride", "group"))
 
     @device
     def copy_keys(k_tile, k_from, k, tile):
@@ -90,12 +99,13 @@ def make_attend(
         v_tile = k_tile + uint32(slots * slot_bytes)
         lane = int32(cuda.threadIdx.x & 31)
         warp_row = int32((cuda.threadIdx.x >> 5) * (16 * frags))
-        m_rows, n_rows, columns = q.shape[2], k.shape[2], q.shape[3]
+        m_rows, n_rows, width = q.shape[2], k.shape[2], q.shape[3]
         batch, head, block = piece_of(cuda.blockIdx.x, counts.shape[2], q.shape[1])
         if causal != 0:
             block = counts.shape[2] - 1 - block
         row0, offset = block * bm, n_rows - m_rows
-        k_from, v_from = address_of(k, batch, head, int64(0)), address_of(v, batch, head, int64(0))
+        of_keys = (head_of_keys(head, q, k) if shares else int64(0)) if grouped else head
+        k_from, v_from = address_of(k, batch, of_keys, int64(0)), address_of(v, batch, of_keys, int64(0))
         whole = min(n_rows, row0 + offset + next_row) if causal != 0 else n_rows  # all rows see the keys before it
         mine, count = lists[batch, head, block], counts[batch, head, block]
 
@@ -107,7 +117,7 @@ def make_attend(
         m = cuda.local.array(rows_held, float32)
         l = cuda.local.array(rows_held, float32)
         clear(acc, m, l)
-        copy_q(q_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], m_rows - row0, columns)
+        copy_q(q_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], m_rows - row0, width)
         tile, coming = int32(0), int32(0)
         if count > 0:
             tile = mine[0] if listed else int32(0)
@@ -156,6 +166,6 @@ def make_attend(
                 bias[batch, head, row] = float32(float("inf")) if total == float32(0) else lg2_approx(total)
         add_linear(acc, l, q_tile, k_tile, sums, share, eps, batch, head, block, warp_row, m_rows - row0)
         to = address_of(o, batch, head, row0)
-        store(to, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, int32(lane_id()), m_rows - row0, columns)
+        store(to, o.strides[2], o.strides[3], acc, l, q_tile, warp_row, int32(lane_id()), m_rows - row0, width)
 
     return attend

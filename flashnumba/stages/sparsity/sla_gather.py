@@ -6,6 +6,9 @@ row tiles, which is bound by memory: at 64k tokens 10 GB a head, where dense att
 cores it is D N^2 / 16 multiply-adds for N tokens, a 32nd of the two products of dense attention, and each state is read
 once for each 128 row tiles. Sums are exact in the 0/1 matrix, float32 inside, and rounded once.
 
+Heads of queries that share one of keys share its states: rows of W are then the row tiles of the whole group, one head
+after the other, and in the gradient the same product sums over the group.
+
 The authors add up the smaller set, or take it from the total; here that saves nothing. The gradient needs the same
 product with W transposed: dh = W^T dH.
 
@@ -17,11 +20,13 @@ Source: arXiv 2509.24006, section 5 and appendix (sums of states); the matrix pr
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from flashnumba.machine.arrays import describe, host_view, packed
 from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import cp_async_commit, cp_async_wait, shared_address
 from flashnumba.machine.numba import cuda, float32, int64, types, uint8, uint32
@@ -29,7 +34,7 @@ from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.stages.gemm.warp_specialised import PANEL, Tiles, make_wgmma
 from flashnumba.stages.gemm.waves import multiprocessors
 from flashnumba.stages.heads import Launch, Shape
-from flashnumba.stages.sparsity.sla_products import address_of, piece_of
+from flashnumba.stages.sparsity.sla_pieces import address_of, piece_of, width_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.copy_tile import make_copy_tile
@@ -38,7 +43,7 @@ from flashnumba.tiles.operands import make_operand
 from flashnumba.tiles.tensor import make_multiply
 from flashnumba.tiles.writeback import make_writeback
 
-__all__ = ["GATHER_SHARED", "GATHER_THREADS", "MAPS", "NUMBERS", "arguments", "make_gather", "plan_gather"]
+__all__ = ["ALIASES", "GATHER_SHARED", "GATHER_THREADS", "MAPS", "NUMBERS", "arguments", "make_gather", "plan_gather"]
 
 GATHER_TILE = 128
 """Rows and columns of H a block of :func:`make_gather`."""
@@ -51,14 +56,19 @@ MAPS = {
     "weights map back": ("weights", PANEL), "dsums map": ("dsums", PANEL), "dstates map": ("dstates", 16),
 }  # fmt: skip
 """Tensor maps that ``wgmma`` takes: of which array, and how many rows a box has."""
+OF_GROUPS = {f"{name} of groups": name for name in ("weights", "sums", "dsums")}
+"""Arrays ``[B, H, row tiles, ...]`` as ``gather`` sees them, ``[B, Hkv, H / Hkv * row tiles, ...]``: of which they are
+views."""
+ALIASES = {name: array for name, (array, _) in MAPS.items()} | OF_GROUPS
 NUMBERS = ("gather rows", "gather columns", "gather depth", "gather rows back", "gather depth back", "heads", "batches")
 """Its numbers, uint32: tiles of H down and across, and of the depth; and the same for the product with W^T."""
 
 
 def plan_gather(shape: Shape, transposed: bool) -> Launch:
     """The launch for all heads; ``transposed``: that of the gradients."""
-    rows, length = -(-(shape.n if transposed else shape.m) // BLOCK), shape.d * (shape.d + 1)
-    name, heads = "sparsity.sla gather back" if transposed else "sparsity.sla gather", shape.batch * shape.heads
+    (down, across), length = tiles_of_groups(shape), state_of(shape)
+    rows, heads = across if transposed else down, shape.batch * shape.kv_heads
+    name = "sparsity.sla gather back" if transposed else "sparsity.sla gather"
     if shape.arch == "90a":
         made = make_wgmma(shape.element, WGMMA, "m" if transposed else "k", batched=name)
         blocks = -(-rows // WGMMA.bm) * -(-length // WGMMA.bn) * heads
@@ -67,22 +77,53 @@ def plan_gather(shape: Shape, transposed: bool) -> Launch:
             maps, numbers = maps[3:], ("gather rows back", "gather columns", "gather depth back")
         args = (*maps[:3], *numbers, "heads", "batches")
         return Launch(made, min(blocks, multiprocessors()), WGMMA.threads, WGMMA.shared, args)
-    args = ("weights", "dsums", "dstates") if transposed else ("weights", "states", "sums")
+    args = ("weights of groups", "dsums of groups", "dstates")
+    if not transposed:
+        args = ("weights of groups", "states", "sums of groups")
     blocks = -(-rows // GATHER_TILE) * -(-length // GATHER_TILE) * heads
     made = make_gather(shape.element, transposed, tier(shape.arch))
     return Launch(made, blocks, GATHER_THREADS, GATHER_SHARED, args)
 
 
+def reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    """A packed array with another shape of as many numbers, as kernels take it; who calls it keeps the array."""
+    found = describe(array)
+    if found.device is None:
+        return host_view(array).reshape(shape)
+    if found.kind in ("torch-cuda", "cupy"):
+        return array.reshape(shape)
+    return replace(found, shape=shape, strides=packed(shape, found.dtype.itemsize), kind="numba")
+
+
+def tiles_of_groups(shape: Shape) -> tuple[int, int]:
+    """Row tiles of a group's heads, and key tiles."""
+    return shape.group * -(-shape.m // BLOCK), -(-shape.n // BLOCK)
+
+
+def state_of(shape: Shape) -> int:
+    """Numbers of a state."""
+    width = width_of(shape.d)
+    return width * (width + 1)
+
+
 def arguments(shape: Shape, known: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Those of ``names`` that are maps or numbers of ``wgmma``; ``known`` has the arrays."""
-    i, j, length = -(-shape.m // BLOCK), -(-shape.n // BLOCK), shape.d * (shape.d + 1)
-    found: dict[str, Any] = {
-        name: TensorMap(known[of], (1, 1, rows, PANEL), element=shape.element, name=of)
+    """Those of ``names`` that are views by groups, or maps or numbers of ``wgmma``; ``known`` has the arrays."""
+    (i, j), length = tiles_of_groups(shape), state_of(shape)
+
+    def by_groups(name: str) -> Any:
+        array = known[name]
+        if shape.group == 1 or name not in OF_GROUPS.values():
+            return array
+        return reshaped(array, (shape.batch, shape.kv_heads, i, array.shape[-1]))
+
+    found: dict[str, Any] = {name: by_groups(of) for name, of in OF_GROUPS.items() if name in names}
+    found |= {
+        name: TensorMap(by_groups(of), (1, 1, rows, PANEL), element=shape.element, name=of)
         for name, (of, rows) in MAPS.items()
         if name in names
     }
-    sizes = (-(-i // WGMMA.bm), -(-length // WGMMA.bn), -(-j // PANEL), -(-j // WGMMA.bm), -(-i // PANEL), shape.heads,
-             shape.batch)  # fmt: skip
+    sizes = (-(-i // WGMMA.bm), -(-length // WGMMA.bn), -(-j // PANEL), -(-j // WGMMA.bm), -(-i // PANEL),
+             shape.kv_heads, shape.batch)  # fmt: skip
     return found | {name: np.uint32(size) for name, size in zip(NUMBERS, sizes, strict=True) if name in names}
 
 

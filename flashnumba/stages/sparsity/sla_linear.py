@@ -28,27 +28,27 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.stages.sparsity.sla_features import make_features
-from flashnumba.stages.sparsity.sla_products import address_of
+from flashnumba.stages.sparsity.sla_pieces import address_of
 from flashnumba.tiles.attention import AttentionTiles, make_steps, share_of
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
 __all__ = ["FAULTS", "make_linear"]
 
-FAULTS = ("state", "state_wait", "state_barrier", "divide", "sparse")
+FAULTS = ("state", "state_wait", "state_barrier", "divide", "sparse", "columns")
 """What can be planted: "state" lays H_i where others still read K or V; "state_wait" and "state_barrier" use H_i before
-it is there; "divide" leaves t out, "sparse" O^s."""
+it is there; "divide" leaves t out, "sparse" O^s; "columns" has a phi of columns that are not there."""
 
 
 @cache
 def make_linear(
-    tiles: AttentionTiles, element: str, feature_map: str, arch: str = "80", *, broken: str = ""
+    tiles: AttentionTiles, element: str, feature_map: str, arch: str = "80", *, columns: int = 0, broken: str = ""
 ) -> DeviceFunction:  # fmt: skip
     """``add_linear(acc, l, q_tile, room, sums, share, eps, batch, head, block, warp_row, rows)``: a warp's O, of
     :mod:`flashnumba.tiles.attention` and not yet divided by l, becomes O; l becomes 0, so that a store divides no more.
 
     ``share`` gets 1 / t, or 0 where t is 0. ``room`` is where K and V were, ``rows`` how many there are from the
-    block's first one on. ``broken`` is of :data:`FAULTS`.
+    block's first one on. ``columns`` as :func:`~.sla_features.make_features`, ``broken`` of :data:`FAULTS`.
 
     Raises:
         ValueError: H_i does not fit where K and V were.
@@ -62,11 +62,11 @@ def make_linear(
     lane_of_rows, lane_of_state, multiply_pv, row_total = (
         of_attention.q_lane, of_attention.v_lane, of_attention.multiply_pv, of_attention.total,
     )  # fmt: skip
-    features = make_features(d, element, feature_map, arch)
+    features = make_features(d, element, feature_map, arch, columns=columns, masked=broken != "columns")
     lines = 8 * tiles.threads // d  # rows of H that the block copies at once
     copies, period = d // lines, max(1, 8 // lines)
     wait_all = cp_async_wait(0)
-    frees, waits, meets, divides, with_sparse = (broken != fault for fault in FAULTS)
+    frees, waits, meets, divides, with_sparse = (broken != fault for fault in FAULTS[:5])
 
     @device
     def copy_state(room, source, warp_row):

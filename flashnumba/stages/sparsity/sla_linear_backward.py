@@ -27,26 +27,25 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.sparsity.sla_features import make_features, make_pull_back
+from flashnumba.stages.sparsity.sla_pieces import address_of, make_copy_rows, piece_of
 from flashnumba.stages.sparsity.sla_products import (
     WARPS,
-    address_of,
     make_column_sums,
     make_product,
     make_project_rows,
     make_row_steps,
     make_store_state,
-    piece_of,
 )
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
-from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.elements import scalar
 
 __all__ = ["FAULTS", "keys_shared", "make_add_up", "make_keys", "make_project", "make_rows", "project_shared",
            "rows_shared"]  # fmt: skip
 
-FAULTS = ("barrier", "wait", "rows_barrier", "mean")
-"""What can be planted: "rows_barrier" is the one before all rows of phi and g are read, "mean" leaves D^l out."""
+FAULTS = ("barrier", "wait", "rows_barrier", "mean", "columns")
+"""What can be planted: "rows_barrier" is the one before all rows of phi and g are read, "mean" leaves D^l out,
+"columns" has a phi of columns that are not there."""
 THREADS = 32 * WARPS
 
 
@@ -67,17 +66,18 @@ def project_shared(d: int) -> int:
 
 @cache
 def make_rows(
-    d: int, element: str, feature_map: str, min_blocks: int = 0, arch: str = "80", *, broken: str = ""
-) -> Kernel:
+    d: int, element: str, feature_map: str, min_blocks: int = 0, arch: str = "80", *, columns: int = 0,
+    broken: str = "",
+) -> Kernel:  # fmt: skip
     """``(do, o, q, sums, share, dq, dsums, delta)``: as :func:`~.sla_forward.make_attend` has them; dq ``[B, H, M,
-    d]``, dsums as sums, delta float32 ``[B, H, M]``. A block for each row tile."""
+    d]``, dsums as sums, delta float32 ``[B, H, M]``. A block for each row tile. ``columns`` as there."""
     row_bytes = 2 * BLOCK * d
-    steps = make_row_steps(d, element, make_pull_back(feature_map), arch)
-    features = make_features(d, element, feature_map, arch)
+    steps = make_row_steps(d, element, make_pull_back(feature_map), arch, columns=columns)
+    features = make_features(d, element, feature_map, arch, columns=columns, masked=broken != "columns")
     clear, pack, take, put, store = steps.clear, steps.pack, steps.take, steps.put, steps.store
     dot_tile, dot_rows, pull_back, add_outer = steps.dot_tile, steps.dot_rows, steps.pull_back, steps.add_outer
-    copy_rows = make_copy_tile(BLOCK, d, THREADS, 16, arch, even=True)
-    copy_state = make_copy_tile(d, d, THREADS, 16, arch, even=True)
+    copy_rows = make_copy_rows(BLOCK, d, THREADS, arch, columns=columns)
+    copy_state = make_copy_rows(d, d, THREADS, arch)
     _, transposed_packed = make_product(element, BLOCK, d, d, True, True, arch)
     outer, _ = make_product(element, d, d, BLOCK, False, False, arch)
     state_regs, clear_state, store_state = make_store_state(d, element, arch)
@@ -95,10 +95,10 @@ def make_rows(
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         warp_row = int32(16) * warp
         batch, head, tile = piece_of(cuda.blockIdx.x, sums.shape[2], q.shape[1])
-        row0, left, columns = tile * BLOCK, q.shape[2] - tile * BLOCK, q.shape[3]
+        row0, left, width = tile * BLOCK, q.shape[2] - tile * BLOCK, q.shape[3]
         h_from = address_of(sums, batch, head, tile)
-        copy_rows(do_tile, address_of(do, batch, head, row0), do.strides[2], do.strides[3], left, columns)
-        copy_rows(phi_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], left, columns)
+        copy_rows(do_tile, address_of(do, batch, head, row0), do.strides[2], do.strides[3], left, width)
+        copy_rows(phi_tile, address_of(q, batch, head, row0), q.strides[2], q.strides[3], left, width)
         copy_state(state, h_from, int64(2 * d), int64(2), int64(d), int64(d))
         cp_async_commit()
         if waits:
@@ -138,7 +138,7 @@ def make_rows(
         if all_rows:
             cuda.syncthreads()  # phi, g and w are there for all, and nobody reads H any more
         to = address_of(dq, batch, head, row0)
-        store(to, dq.strides[2], dq.strides[3], c, state, warp_row, lane, left, columns)
+        store(to, dq.strides[2], dq.strides[3], c, state, warp_row, lane, left, width)
         dh = cuda.local.array(state_regs, float32)
         clear_state(dh)
         outer(dh, phi_tile, do_tile, warp)
@@ -153,17 +153,25 @@ def make_rows(
 
 @cache
 def make_keys(
-    d: int, element: str, feature_map: str, projected: bool = True, arch: str = "80", *, broken: str = ""
-) -> Kernel:
-    """``(k, v, proj, dstates, dk, dv, dv_l)``: k, v, dk, dv and dv_l ``[B, H, N, d]``, proj ``[d, d]`` with packed
-    rows, dstates ``[B, H, key tiles, d (d + 1)]``; dv_l is the gradient of V proj. A block for each key tile.
-    ``projected`` False: proj is not read nor dv_l written, as proj is the identity."""
+    d: int, element: str, feature_map: str, projected: bool = True, arch: str = "80", *, columns: int = 0,
+    broken: str = "",
+) -> Kernel:  # fmt: skip
+    """``(k, v, proj, dstates, dk, dv, dv_l)``: k, v, dk, dv and dv_l ``[B, Hkv, N, d]``, proj ``[d, d]`` with packed
+    rows, dstates ``[B, Hkv, key tiles, d (d + 1)]``; dv_l is the gradient of V proj. A block for each key tile.
+
+    Args:
+        projected: False: proj is not read nor dv_l written, as proj is the identity.
+        columns: as :func:`~.sla_forward.make_attend`; proj has as many rows too.
+        broken: of :data:`FAULTS`.
+    """
     row_bytes, state_bytes = 2 * BLOCK * d, 2 * d * d
-    steps = make_row_steps(d, element, make_pull_back(feature_map), arch)
-    features, project = make_features(d, element, feature_map, arch), make_project_rows(d, element, arch)
+    steps = make_row_steps(d, element, make_pull_back(feature_map), arch, columns=columns)
+    features = make_features(d, element, feature_map, arch, columns=columns, masked=broken != "columns")
+    project = make_project_rows(d, element, arch)
     clear, pack, pull_back, add_outer, store = steps.clear, steps.pack, steps.pull_back, steps.add_outer, steps.store
-    copy_rows = make_copy_tile(BLOCK, d, THREADS, 16, arch, even=True)
-    copy_state = make_copy_tile(d, d, THREADS, 16, arch, even=True)
+    copy_rows = make_copy_rows(BLOCK, d, THREADS, arch, columns=columns)
+    copy_state = make_copy_rows(d, d, THREADS, arch)
+    copy_proj = make_copy_rows(d, d, THREADS, arch, columns=columns)
     transposed, transposed_packed = make_product(element, BLOCK, d, d, True, True, arch)
     straight, _ = make_product(element, BLOCK, d, d, True, False, arch)
     regs, packed, wait_all = d // 2, d // 4, cp_async_wait(0)
@@ -179,13 +187,14 @@ def make_keys(
         lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
         warp_row = int32(16) * warp
         batch, head, tile = piece_of(cuda.blockIdx.x, dstates.shape[2], k.shape[1])
-        row0, left, columns = tile * BLOCK, k.shape[2] - tile * BLOCK, k.shape[3]
+        row0, left, width = tile * BLOCK, k.shape[2] - tile * BLOCK, k.shape[3]
         dh_from = address_of(dstates, batch, head, tile)
-        copy_rows(v_tile, address_of(v, batch, head, row0), v.strides[2], v.strides[3], left, columns)
-        copy_rows(phi_tile, address_of(k, batch, head, row0), k.strides[2], k.strides[3], left, columns)
+        copy_rows(v_tile, address_of(v, batch, head, row0), v.strides[2], v.strides[3], left, width)
+        copy_rows(phi_tile, address_of(k, batch, head, row0), k.strides[2], k.strides[3], left, width)
         copy_state(state, dh_from, int64(2 * d), int64(2), int64(d), int64(d))
         if projected:
-            copy_state(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], int64(d), int64(d))
+            rows = proj.shape[0] if columns else int64(d)
+            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], rows, int64(d))
         cp_async_commit()
         if waits:
             wait_all()
@@ -203,28 +212,28 @@ def make_keys(
         transposed(c, v_tile, state, warp)
         add_outer(c, one, dh_from + int64(state_bytes), lane)
         pull_back(c, phi_tile, warp_row, lane)
-        store(address_of(dk, batch, head, row0), dk.strides[2], dk.strides[3], c, v_tile, warp_row, lane, left, columns)
+        store(address_of(dk, batch, head, row0), dk.strides[2], dk.strides[3], c, v_tile, warp_row, lane, left, width)
         clear(c)
         straight(c, phi_tile, state, warp)
         if projected:
             pack(c, p)
             to = address_of(dv_l, batch, head, row0)
-            store(to, dv_l.strides[2], dv_l.strides[3], c, v_tile, warp_row, lane, left, columns)
+            store(to, dv_l.strides[2], dv_l.strides[3], c, v_tile, warp_row, lane, left, width)
             clear(c)
             transposed_packed(c, p, proj_tile)
         store(
-            address_of(dv, batch, head, row0), dv.strides[2], dv.strides[3], c, phi_tile, warp_row, lane, left, columns
+            address_of(dv, batch, head, row0), dv.strides[2], dv.strides[3], c, phi_tile, warp_row, lane, left, width
         )  # fmt: skip
 
     return keys
 
 
 @cache
-def make_project(d: int, element: str, arch: str = "80", *, broken: str = "") -> Kernel:
+def make_project(d: int, element: str, arch: str = "80", *, columns: int = 0, broken: str = "") -> Kernel:
     """``(v, dv_l, parts)``: parts float32 ``[blocks, d, d]``: the sum of V^T dV^l over every ``blocks``-th key tile of
-    all heads; dv_l is the gradient of V proj."""
+    all heads; dv_l is the gradient of V proj. ``columns`` as :func:`~.sla_forward.make_attend`."""
     row_bytes = 2 * BLOCK * d
-    copy_rows = make_copy_tile(BLOCK, d, THREADS, 16, arch, even=True)
+    copy_rows = make_copy_rows(BLOCK, d, THREADS, arch, columns=columns)
     outer, _ = make_product(element, d, d, BLOCK, False, False, arch)
     regs, clear, _ = make_store_state(d, element, arch)
     frags, groups, wait_all = d // (16 * WARPS), d // 8, cp_async_wait(0)
@@ -234,10 +243,10 @@ def make_project(d: int, element: str, arch: str = "80", *, broken: str = "") ->
     def copy_step(at, v, dv_l, number, tiles):
         """Key tile ``number`` of all heads."""
         batch, head, tile = piece_of(number, tiles, v.shape[1])
-        row0, left, columns = tile * BLOCK, v.shape[2] - tile * BLOCK, v.shape[3]
-        copy_rows(at, address_of(v, batch, head, row0), v.strides[2], v.strides[3], left, columns)
+        row0, left, width = tile * BLOCK, v.shape[2] - tile * BLOCK, v.shape[3]
+        copy_rows(at, address_of(v, batch, head, row0), v.strides[2], v.strides[3], left, width)
         copy_rows(
-            at + uint32(row_bytes), address_of(dv_l, batch, head, row0), dv_l.strides[2], dv_l.strides[3], left, columns
+            at + uint32(row_bytes), address_of(dv_l, batch, head, row0), dv_l.strides[2], dv_l.strides[3], left, width
         )  # fmt: skip
 
     @device
@@ -285,7 +294,8 @@ def make_project(d: int, element: str, arch: str = "80", *, broken: str = "") ->
 
 @kernel(threads=THREADS, arch="75", name="sparsity.sla add up")
 def add_up(parts, dproj):
-    """``dproj[r, c]`` float32: the sum of parts, the first one first."""
+    """``dproj[r, c]`` float32: the sum of parts ``[blocks, d, d]``, the first one first; dproj may have fewer rows and
+    columns."""
     number = int64(cuda.blockIdx.x) * THREADS + int64(cuda.threadIdx.x)
     row, column = number // dproj.shape[1], number % dproj.shape[1]
     if row < dproj.shape[0]:

@@ -33,7 +33,7 @@ from flashnumba.machine.instructions import (
     vote_ballot,
 )
 from flashnumba.machine.numba import cuda, float32, int8, int32, int64, uint32
-from flashnumba.stages.sparsity.sla_products import piece_of
+from flashnumba.stages.sparsity.sla_pieces import head_of_keys, piece_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK, CUT, FORMS, MILLION, UNSEEN
 from flashnumba.stages.sparsity.sla_select import MOST, below, in_order, make_limits
 from flashnumba.tiles.elements import scalar
@@ -96,18 +96,19 @@ def classify_shared(tiles: int, d: int) -> int:
 @cache
 def make_classify(
     d: int, element: str, form: str = "paper", rows: int = ROWS[0], held: int = 0, min_blocks: int = 2,
-    arch: str = "80", *, broken: str = "",
+    arch: str = "80", *, grouped: bool = False, broken: str = "",
 ) -> Kernel:  # fmt: skip
     """``(q_means, k_means, classes, lists, counts, weights, rows, keys, critical, negligible, unit, causal)``: means
-    float32 ``[B, H, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32 as classes, counts int32
-    ``[B, H, row tiles]``, weights of the inputs' type ``[B, H, row tiles, padded key tiles]``: ``unit`` where a tile is
-    in the linear part and else 0; the shares in millionths, int64.
+    float32 ``[B, H, d, tiles]`` and ``[B, Hkv, d, tiles]``, classes int8 ``[B, H, row tiles, key tiles]``, lists int32
+    as classes, counts int32 ``[B, H, row tiles]``, weights of the inputs' type ``[B, H, row tiles, padded key tiles]``:
+    ``unit`` where a tile is in the linear part and else 0; the shares in millionths, int64.
 
     A block for each ``rows`` row tiles of a head, :data:`CLASSIFY_THREADS` threads and :func:`classify_shared` bytes.
 
     Args:
         rows, held: of :func:`classify_rows` and :func:`classify_held`.
         min_blocks: a multiprocessor, for which the compiler leaves registers.
+        grouped: there may be fewer heads of keys than of queries.
         broken: plants ``"wait"`` (before all means are there), ``"barrier"`` (before all guesses are), or ``"ties"``
             (of equal guesses all are taken).
     """
@@ -207,7 +208,7 @@ def make_classify(
             st_shared_f32(means + uint32(4) * uint32(i), q_means[batch, head, int64(i // int32(pitch)), row])
         if waits:
             cuda.syncthreads()  # the means of all rows are there
-        k_from = k_means[batch, head]
+        k_from = k_means[batch, head_of_keys(head, q_means, k_means) if grouped else head]
         for first in range(int32(32) * warp, most, int32(32 * warps)):
             guess(guesses, means, k_from, tiles, most, first, lane)
         if meets:
@@ -248,25 +249,47 @@ def make_row_lists(element: str, form: str = "paper", arch: str = "80") -> Kerne
     return row_lists
 
 
-@kernel(threads=KEY_THREADS, arch="75", name="sparsity.sla key lists")
-def key_lists(classes, lists, counts):
-    """Lists int32 ``[B, H, key tiles, row tiles]``, counts int32 ``[B, H, key tiles]``; a thread for each key tile."""
-    row_tiles, tiles = classes.shape[2], classes.shape[3]
-    parts = (tiles + (KEY_THREADS - 1)) // KEY_THREADS
-    batch, head, part = piece_of(cuda.blockIdx.x, parts, classes.shape[1])
-    j = part * KEY_THREADS + int64(cuda.threadIdx.x)
-    if j < tiles:
-        found, ahead = int64(0), cuda.local.array(AHEAD, int32)
+@cache
+def make_key_lists(*, grouped: bool = False, broken: str = "") -> Kernel:
+    """``(classes, lists, counts)``: lists int32 ``[B, Hkv, key tiles, H / Hkv * row tiles]``, counts int32 ``[B, Hkv,
+    key tiles]``. Row tile i of the group's head g is number ``g * row tiles + i``. A thread for each key tile.
+
+    Args:
+        grouped: there may be fewer heads of keys than of queries.
+        broken: plants ``"group"``: of a group's heads the last is the only one in the list.
+    """
+    kept = broken != "group"
+
+    @device
+    def collect(classes, lists, batch, head, of_keys, j, before, found):
+        """The row tiles of a head of queries, ``before`` which others of the group have had their numbers."""
+        row_tiles, ahead = classes.shape[2], cuda.local.array(AHEAD, int32)
         for first in range(int64(0), row_tiles, int64(AHEAD)):
             for i in range(AHEAD):
                 ahead[i] = int32(classes[batch, head, min(first + i, row_tiles - 1), j])
             for i in range(AHEAD):
                 if first + i < row_tiles and ahead[i] > int32(0):
-                    lists[batch, head, j, found] = int32(first + i)
+                    lists[batch, of_keys, j, found] = int32(before + first + i)
                     found += 1
-        counts[batch, head, j] = int32(found)
+        return found
 
+    @kernel(threads=KEY_THREADS, arch="75", name="sparsity.sla key lists")
+    def key_lists(classes, lists, counts):
+        row_tiles, tiles = classes.shape[2], classes.shape[3]
+        parts = (tiles + (KEY_THREADS - 1)) // KEY_THREADS
+        heads = lists.shape[1] if grouped else classes.shape[1]
+        batch, head, part = piece_of(cuda.blockIdx.x, parts, heads)
+        j = part * KEY_THREADS + int64(cuda.threadIdx.x)
+        if j < tiles:
+            found = int64(0)
+            if grouped:
+                group = classes.shape[1] // heads
+                for g in range(group):
+                    if not kept:
+                        found = int64(0)
+                    found = collect(classes, lists, batch, head * group + g, head, j, g * row_tiles, found)
+            else:
+                found = collect(classes, lists, batch, head, head, j, int64(0), found)
+            counts[batch, head, j] = int32(found)
 
-def make_key_lists() -> Kernel:
-    """``(classes, lists, counts)``."""
     return key_lists

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
-    global_address,
     lane_id,
     ld_global_b32,
     ld_shared_b16,
@@ -25,6 +24,7 @@ from flashnumba.machine.instructions import (
     syncwarp,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
+from flashnumba.stages.sparsity.sla_pieces import is_even
 from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.operands import make_operand
@@ -33,23 +33,10 @@ from flashnumba.tiles.rows import make_store
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
-__all__ = ["WARPS", "RowSteps", "address_of", "make_column_sums", "make_product", "make_project_rows",
-           "make_row_steps", "make_store_state", "piece_of"]  # fmt: skip
+__all__ = ["WARPS", "RowSteps", "make_column_sums", "make_product", "make_project_rows", "make_row_steps",
+           "make_store_state"]  # fmt: skip
 
 WARPS = 4
-
-
-@device
-def address_of(x, batch, head, row):
-    """The address of a row of a 4-D array, int64."""
-    return int64(global_address(x)) + batch * x.strides[0] + head * x.strides[1] + row * x.strides[2]
-
-
-@device
-def piece_of(number, tiles, heads):
-    """(batch, head, tile) of block ``number``: tile by tile, head by head. int64."""
-    index, tile = uint32(number) // uint32(tiles), uint32(number) % uint32(tiles)
-    return int64(index // uint32(heads)), int64(index % uint32(heads)), int64(tile)
 
 
 @cache
@@ -135,13 +122,17 @@ class RowSteps(NamedTuple):
 
 
 @cache
-def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, arch: str = "80") -> RowSteps:
-    """The steps; ``slope`` of :func:`flashnumba.stages.sparsity.sla_features.make_pull_back`."""
+def make_row_steps(
+    d: int, element: str, slope: DeviceFunction | None = None, arch: str = "80", *, columns: int = 0
+) -> RowSteps:
+    """The steps; ``slope`` of :func:`flashnumba.stages.sparsity.sla_features.make_pull_back`. ``columns`` as
+    :func:`~.sla_features.make_features`: rows in global memory have as many, up to the next multiple of 8."""
     groups, regs, place = d // 8, d // 2, swizzle(d).at
+    there, even = -(-(columns or d) // 8), is_even(d, columns)
     wide = vectors(element, 4, arch=arch)
     low, high, pair = wide.low, wide.high, wide.pack
     quad_sum = lanes_sum(4)
-    store_divided = make_store(AttentionTiles(d, 64, 64, WARPS), element, 16, arch)
+    store_divided = make_store(AttentionTiles(d, 64, 64, WARPS), element, 16, arch, even=even)
 
     @device
     def clear(c):
@@ -173,7 +164,7 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
         for half in range(2):
             row, total = int64(warp_row) + int64(lane >> 2) + int64(8 * half), float32(0)
             if row < rows:
-                for n in range(groups):
+                for n in range(there):
                     word = ld_global_b32(uint64(source + row * row_step + int64(16 * n) + int64(4) * int64(lane & 3)))
                     total += c[4 * n + 2 * half] * low(word) + c[4 * n + 2 * half + 1] * high(word)
             sums[half] = quad_sum(total)
@@ -209,7 +200,7 @@ def make_row_steps(d: int, element: str, slope: DeviceFunction | None = None, ar
         for half in range(2):
             row = int64(warp_row) + int64(lane >> 2) + int64(8 * half)
             if row < rows:
-                for n in range(groups):
+                for n in range(there):
                     word = ld_global_b32(uint64(source + row * row_step + int64(16 * n) + int64(4) * int64(lane & 3)))
                     c[4 * n + 2 * half] += low(word)
                     c[4 * n + 2 * half + 1] += high(word)

@@ -30,11 +30,13 @@ Which tiles the linear part has is the ``form``. ``"paper"``: the marginal ones.
 as the authors' branch SLA-1 has it. ``"all"``: all, critical ones included, with ``eps`` of 1e-5 beside the sum, as
 their main branch has it.
 
-Conventions. q and do ``[..., M, D]``, k and v ``[..., N, D]``; the map ``[..., row tiles, key tiles]`` int8. Of T tiles
-that a row tile sees ``ceil(critical T)`` are critical and ``floor(negligible T)`` negligible, but no critical one. Of
-equal guesses the earlier tile counts as the greater. A causal mask is bottom-right aligned; tiles that it cuts are
-critical in any case (:data:`CUT`), and tiles that no row sees are of no class (:data:`UNSEEN`), so that the linear part
-needs no mask.
+Conventions. q and do ``[..., H, M, D]``, k and v ``[..., Hkv, N, D]`` where Hkv divides H, and head h of q has that of
+keys ``h // (H // Hkv)``; or all without heads. The map is ``[..., H, row tiles, key tiles]`` int8: each head of q has a
+map of its own, and so sums H_i, while states h_j are those of the heads of keys. dk and dv are sums over a group. Of T
+tiles that a row tile sees ``ceil(critical T)`` are critical and ``floor(negligible T)`` negligible, but no critical
+one. Of equal guesses the earlier tile counts as the greater. A causal mask is bottom-right aligned; tiles that it cuts
+are critical in any case (:data:`CUT`), and tiles that no row sees are of no class (:data:`UNSEEN`), so that the linear
+part needs no mask.
 
 The limits. The classes are a guess: a tile of one great weight among small ones can have a small mean. The scale is
 positive. Nothing is differentiated through the choice of classes.
@@ -51,7 +53,8 @@ from typing import NamedTuple
 import numpy as np
 
 __all__ = ["BLOCK", "CUT", "EPS", "FEATURES", "FORMS", "UNSEEN", "SlaResult", "attend", "classify", "counts",
-           "features", "gradients", "linear_tiles", "low_precision", "pull_back"]  # fmt: skip
+           "features", "gradients", "group_of", "linear_tiles", "mean_of", "over_groups", "pull_back", "spread",
+           "weights_of"]  # fmt: skip
 
 BLOCK = 64
 """Rows and keys of a tile."""
@@ -79,6 +82,26 @@ class SlaResult(NamedTuple):
     lse: np.ndarray
 
 
+# -- groups of heads --------------------------------------------------------------------------------------------------
+def group_of(q: np.ndarray, k: np.ndarray) -> int:
+    """Heads of q ``[..., H, M, D]`` that share one of k ``[..., Hkv, N, D]``; 1 without heads."""
+    return q.shape[-3] // k.shape[-3] if q.ndim > 2 else 1
+
+
+def spread(x: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Of ``[..., Hkv, N, D]`` each head as often as heads of q share it: ``[..., H, N, D]``."""
+    group = group_of(q, x)
+    return x if group == 1 else np.repeat(x, group, -3)
+
+
+def over_groups(x: np.ndarray, group: int) -> np.ndarray:
+    """``[..., H, N, D]`` summed over each ``group`` heads that follow one another: ``[..., Hkv, N, D]``."""
+    if group == 1:
+        return x
+    *lead, heads, rows, columns = x.shape
+    return x.reshape(*lead, heads // group, group, rows, columns).sum(-3)
+
+
 # -- the map -----------------------------------------------------------------------------------------------------------
 def counts(tiles: int, critical: float, negligible: float) -> tuple[int, int]:
     """(critical, negligible) tiles of so many, in whole millionths so that kernels count the same."""
@@ -99,7 +122,8 @@ def classify(
 ) -> np.ndarray:  # fmt: skip
     """The map of a problem: ``[..., row tiles, key tiles]`` int8. Softmax and scale leave the order as it is."""
     (m, n), q64, k64 = (q.shape[-2], k.shape[-2]), q.astype(np.float64), k.astype(np.float64)
-    guesses = pooled(q64, block) @ pooled(k64, block).swapaxes(-1, -2)  # [..., row tiles, key tiles]
+    of_keys = spread(pooled(k64, block), q64)  # [..., key tiles, D]
+    guesses = pooled(q64, block) @ of_keys.swapaxes(-1, -2)  # [..., row tiles, key tiles]
     found = np.full(guesses.shape, UNSEEN, np.int8)
     for i in range(found.shape[-2]):
         last = min((i + 1) * block, m)
@@ -156,8 +180,9 @@ def attend(
 ) -> SlaResult:  # fmt: skip
     """The forward in float64, with all weights in memory; ``proj`` None is the identity."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    k, v = spread(k, q), spread(v, q)  # [..., H, N, D]
     scale, eps = 1 / sqrt(q.shape[-1]) if scale is None else scale, EPS[form] if eps is None else eps
-    p, lse = _weights(q, k, classes, causal, scale, block)  # [..., M, N], [..., M]
+    p, lse = weights_of(q, k, classes, causal, scale, block)  # [..., M, N], [..., M]
     o_s = p @ v  # [..., M, D]
     phi_q, phi_k = features(q, feature_map), features(k, feature_map)
     a = (phi_q @ phi_k.swapaxes(-1, -2)) * _wide(linear_tiles(classes, form), q, k, block)  # [..., M, N]
@@ -172,10 +197,13 @@ def gradients(
     *, feature_map: str = "softmax", form: str = "paper", eps: float | None = None, causal: bool = False,
     scale: float | None = None, block: int = BLOCK,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-    """(dq, dk, dv, dproj) in float64, as the chain rule says them of the weights; dproj summed over all heads."""
+    """(dq, dk, dv, dproj) in float64, as the chain rule says them of the weights: dk and dv as k and v, summed over the
+    heads of a group; dproj ``[D, D]``, summed over all heads."""
     do, q, k, v = (x.astype(np.float64) for x in (do, q, k, v))
+    group = group_of(q, k)
+    k, v = spread(k, q), spread(v, q)  # [..., H, N, D]
     scale, eps = 1 / sqrt(q.shape[-1]) if scale is None else scale, EPS[form] if eps is None else eps
-    p, _ = _weights(q, k, classes, causal, scale, block)  # [..., M, N]
+    p, _ = weights_of(q, k, classes, causal, scale, block)  # [..., M, N]
     dp = do @ v.swapaxes(-1, -2)  # [..., M, N]
     ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))  # [..., M, N]
     dq, dk, dv = ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
@@ -192,7 +220,8 @@ def gradients(
     da = kept * share * (dw - (weights * dw).sum(-1, keepdims=True))  # [..., M, N]
     dq += pull_back(phi_q, da @ phi_k, feature_map)
     dk += pull_back(phi_k, da.swapaxes(-1, -2) @ phi_q, feature_map)
-    return dq, dk, dv + weights.swapaxes(-1, -2) @ do_l, dproj
+    dv += weights.swapaxes(-1, -2) @ do_l
+    return dq, over_groups(dk, group), over_groups(dv, group), dproj
 
 
 def _wide(tiles: np.ndarray, q: np.ndarray, k: np.ndarray, block: int) -> np.ndarray:
@@ -200,7 +229,7 @@ def _wide(tiles: np.ndarray, q: np.ndarray, k: np.ndarray, block: int) -> np.nda
     return np.repeat(np.repeat(tiles, block, -2), block, -1)[..., : q.shape[-2], : k.shape[-2]]
 
 
-def _weights(
+def weights_of(
     q: np.ndarray, k: np.ndarray, classes: np.ndarray, causal: bool, scale: float, block: int
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """The softmax over critical keys, and its lse; of a row that has none zeros, and -inf."""
@@ -213,85 +242,6 @@ def _weights(
         return e / np.where(total == 0, 1, total).astype(q.dtype), (top + np.log(total))[..., 0]
 
 
-# -- as a GPU does it --------------------------------------------------------------------------------------------------
-def low_precision(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, classes: np.ndarray, proj: np.ndarray | None = None,
-    do: np.ndarray | None = None, *, feature_map: str = "softmax", form: str = "paper", eps: float | None = None,
-    causal: bool = False, scale: float | None = None, block: int = BLOCK,
-) -> tuple[SlaResult, tuple[np.ndarray, ...]]:  # fmt: skip
-    """The forward, and (dq, dk, dv, dproj) if ``do`` is given, in float32 with roundings where kernels have them.
-
-    Kernels project V and not O^l: O^l proj = phi(Q) H / (phi(Q) Z) with V proj in the place of V. ``o_l`` is that.
-    Rounded to the dtype of q are what they hand to a tensor core or to one another: weights of the softmax and dS, phi,
-    V proj, h_j, H_i, g, dH_i and dh_j, of which Z and dZ are the last rows, the gradient of V proj; and the linear part
-    of a gradient before the other is added. H_i is a mean over tiles and not a sum, by a power of two, so that it stays
-    in range. rowsum(dO o O^s) is what is left of rowsum(dO o O) without the linear part's: O^s need not be kept.
-    """
-    dtype, one = q.dtype, np.float32
-    (m, n), d = (q.shape[-2], k.shape[-2]), q.shape[-1]
-    scale, eps = one(1 / sqrt(d) if scale is None else scale), one(EPS[form] if eps is None else eps)
-
-    def rounded(x: np.ndarray) -> np.ndarray:
-        return x.astype(dtype).astype(one)
-
-    q, k, v = (x.astype(one) for x in (q, k, v))
-    p, lse = _weights(q, k, classes, causal, scale, block)  # [..., M, N], [..., M]
-    o_s = rounded(p) @ v  # [..., M, D]
-    phi_q, phi_k = rounded(features(q, feature_map)), rounded(features(k, feature_map))
-    w = None if proj is None else rounded(proj)  # [D, D]
-    v_l = v if w is None else rounded(v @ w)  # [..., N, D]
-    tiles = linear_tiles(classes, form).astype(one)  # [..., row tiles, key tiles]
-    unit = one(mean_of(tiles.shape[-1]))
-    phi_k_tiles, v_tiles = _in_tiles(phi_k, block), _in_tiles(v_l, block)  # [..., key tiles, block, D]
-    h = rounded(phi_k_tiles.swapaxes(-1, -2) @ v_tiles)  # [..., key tiles, D, D]
-    z = rounded(phi_k_tiles.sum(-2))  # [..., key tiles, D]
-    big_h = rounded(unit * np.einsum("...ij,...jrc->...irc", tiles, h))  # [..., row tiles, D, D]
-    big_z = rounded(unit * (tiles @ z))  # [..., row tiles, D]
-    phi_q_tiles = _in_tiles(phi_q, block)  # [..., row tiles, block, D]
-    total = phi_q_tiles @ big_z[..., None] + eps * unit  # [..., row tiles, block, 1]
-    share = np.where(total == 0, 0, 1 / np.where(total == 0, 1, total)).astype(one)  # [..., row tiles, block, 1]
-    o_l = _flat(share * (phi_q_tiles @ big_h), m)  # [..., M, D]
-    o = (o_s + o_l).astype(dtype)
-    forward = SlaResult(o, o_s.astype(dtype), o_l.astype(dtype), lse)
-    if do is None:
-        return forward, ()
-
-    do = do.astype(one)
-    g = rounded(share * _in_tiles(do, block))  # [..., row tiles, block, D]
-    dphi_q = g @ big_h.swapaxes(-1, -2)  # [..., row tiles, block, D]
-    delta_l = (phi_q_tiles * dphi_q).sum(-1, keepdims=True)  # [..., row tiles, block, 1]
-    beside = -share * delta_l  # [..., row tiles, block, 1]
-    dphi_q = dphi_q + beside * big_z[..., None, :]  # [..., row tiles, block, D]
-    delta = (do * o.astype(one)).sum(-1, keepdims=True) - _flat(delta_l, m)  # [..., M, 1]
-    dp = do @ v.swapaxes(-1, -2)  # [..., M, N]
-    ds = rounded(p * (dp - delta))  # [..., M, N]
-    dq, dk, dv = scale * (ds @ k), scale * (ds.swapaxes(-1, -2) @ q), rounded(p).swapaxes(-1, -2) @ do
-    dbig_h = rounded(phi_q_tiles.swapaxes(-1, -2) @ g)  # [..., row tiles, D, D]
-    dbig_z = rounded((phi_q_tiles * beside).sum(-2))  # [..., row tiles, D]
-    dh = rounded(unit * np.einsum("...ij,...irc->...jrc", tiles, dbig_h))  # [..., key tiles, D, D]
-    dz = rounded(unit * (tiles.swapaxes(-1, -2) @ dbig_z))  # [..., key tiles, D]
-    dphi_k = v_tiles @ dh.swapaxes(-1, -2) + dz[..., None, :]  # [..., key tiles, block, D]
-    dv_l = rounded(_flat(phi_k_tiles @ dh, n))  # [..., N, D]
-    dproj = (v.swapaxes(-1, -2) @ dv_l).reshape(-1, d, d).sum(0)  # [D, D]
-    dq = (dq + rounded(pull_back(phi_q, _flat(dphi_q, m), feature_map))).astype(dtype)
-    dk = (dk + rounded(pull_back(phi_k, _flat(dphi_k, n), feature_map))).astype(dtype)
-    dv = (dv + (dv_l if w is None else rounded(dv_l @ w.T))).astype(dtype)
-    return forward, (dq, dk, dv, dproj)
-
-
 def mean_of(tiles: int) -> float:
     """The power of two that sums over so many tiles are multiplied with."""
     return 2.0 ** -(max(1, tiles).bit_length() - 1)
-
-
-def _in_tiles(x: np.ndarray, block: int) -> np.ndarray:
-    """Rows by tiles, zeros after the last: ``[..., tiles, block, D]``."""
-    *lead, rows, d = x.shape
-    more = -rows % block
-    x = np.concatenate([x, np.zeros((*lead, more, d), x.dtype)], -2)
-    return x.reshape(*lead, (rows + more) // block, block, d)
-
-
-def _flat(x: np.ndarray, rows: int) -> np.ndarray:
-    *lead, tiles, block, d = x.shape
-    return x.reshape(*lead, tiles * block, d)[..., :rows, :]

@@ -9,6 +9,7 @@ import numpy as np
 
 from flashnumba.data import load_minilm
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 from flashnumba.stages.stage import Case, Rung
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["KERNEL", "case", "cases", "draw_classes", "exact", "is_sla"]
 
 D = 64
-"""Kernels take 64 or 128 columns; real heads have 32, so that two heads beside one another make one."""
+"""Kernels have tiles of 64 columns; real heads have 32, so that two heads beside one another fill one."""
 SHARES = (0.5, 0.0)
 
 
@@ -29,7 +30,7 @@ def is_sla(case: Case) -> bool:
 def case(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Case:
     """q ``[..., M, 64]``, k and v ``[..., N, 64]`` of one dtype, and what SLA makes of them without a projection."""
     classes = reference.classify(q, k, *SHARES)
-    low, _ = reference.low_precision(q, k, v, classes)
+    low, _ = low_precision(q, k, v, classes)
     several = q.size // (q.shape[-2] * q.shape[-1])
     size = f"{f'{several}x' if several > 1 else ''}{q.shape[-2]}x{k.shape[-2]}x{q.shape[-1]} {q.dtype.name}"
     inputs = {"q": q, "k": k, "v": v, "method": np.array("sla"), "causal": np.array(False)}

@@ -28,31 +28,31 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32
 from flashnumba.stages.sparsity.sla_features import make_features
+from flashnumba.stages.sparsity.sla_pieces import address_of, make_copy_rows, piece_of
 from flashnumba.stages.sparsity.sla_products import (
     WARPS,
-    address_of,
     make_column_sums,
     make_product,
     make_project_rows,
     make_store_state,
-    piece_of,
 )
 from flashnumba.stages.sparsity.sla_reference import BLOCK
 from flashnumba.tiles.attention import ALIGNMENT
-from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.elements import scalar
 
 __all__ = ["STATES_FAULTS", "make_states", "states_blocks", "states_items", "states_shared"]
 
-STATES_FAULTS = ("wait", "barrier", "mean", "reuse", "swizzle", "tail", "average", "free")
+STATES_FAULTS = ("wait", "barrier", "mean", "reuse", "swizzle", "tail", "average", "free", "columns")
 """What can be planted: "mean" takes phi while others still add up K, "reuse" lays results where others still read,
-"tail" has a phi of rows that are not there, "average" takes the last tile as if it were whole, "free" copies a tile to
-where others still read."""
+"tail" has a phi of rows that are not there and "columns" one of columns, "average" takes the last tile as if it were
+whole, "free" copies a tile to where others still read."""
 
 
-def states_blocks(d: int, projected: bool) -> int:
-    """Blocks a multiprocessor."""
-    return 4 if d <= 64 else 2 if projected else 3
+def states_blocks(d: int, projected: bool, columns: int = 0) -> int:
+    """Blocks a multiprocessor, by registers."""
+    if d <= 64:
+        return 3 if columns else 4
+    return 2 if projected else 3
 
 
 def states_items(row_tiles: int, key_tiles: int, pooled: bool) -> int:
@@ -68,22 +68,26 @@ def states_shared(d: int, projected: bool) -> int:
 @cache
 def make_states(
     d: int, element: str, feature_map: str, projected: bool = True, pooled: bool = True, arch: str = "80", *,
-    broken: str = "",
+    columns: int = 0, broken: str = "",
 ) -> Kernel:  # fmt: skip
-    """``(q, k, v, proj, q_means, k_means, states)``: q ``[B, H, M, d]``, k and v ``[B, H, N, d]``, proj ``[d, d]`` with
-    packed rows, means float32 ``[B, H, d, tiles]``, states ``[B, H, key tiles, d (d + 1)]``.
+    """``(q, k, v, proj, q_means, k_means, states)``: q ``[B, H, M, d]``, k and v ``[B, Hkv, N, d]``, proj ``[d, d]``
+    with packed rows, means float32 ``[B, H, d, row tiles]`` and ``[B, Hkv, d, key tiles]``, states ``[B, Hkv, key
+    tiles, d (d + 1)]``.
 
     Any number of blocks, 32 :data:`WARPS` threads and :func:`states_shared` bytes.
 
     Args:
         projected: False: proj is not read, and is the identity.
         pooled: False: means of q are left out.
+        columns: as :func:`~.sla_forward.make_attend`; proj has as many rows too.
         broken: of :data:`STATES_FAULTS`.
     """
-    threads, tile_bytes, blocks = 32 * WARPS, 2 * BLOCK * d, states_blocks(d, projected)
-    copy = make_copy_tile(BLOCK, d, threads, 16, arch, even=True)
-    copy_proj = make_copy_tile(d, d, threads, 16, arch, even=True)
-    features = make_features(d, element, feature_map, arch, tail=broken != "tail")
+    threads, tile_bytes, blocks = 32 * WARPS, 2 * BLOCK * d, states_blocks(d, projected, columns)
+    copy = make_copy_rows(BLOCK, d, threads, arch, columns=columns)
+    copy_proj = make_copy_rows(d, d, threads, arch, columns=columns)
+    features = make_features(
+        d, element, feature_map, arch, columns=columns, tail=broken != "tail", masked=broken != "columns"
+    )  # fmt: skip
     multiply, _ = make_product(element, d, d, BLOCK, False, False, arch, swizzled=broken != "swizzle")
     project = make_project_rows(d, element, arch)
     regs, clear, store = make_store_state(d, element, arch)
@@ -151,7 +155,8 @@ def make_states(
         all_rows = row_tiles * q.shape[0] * q.shape[1]
         items = all_keys + (all_rows + 1) // 2 if pooled else all_keys
         if projected:
-            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], int64(d), int64(d))
+            rows = proj.shape[0] if columns else int64(d)
+            copy_proj(proj_tile, int64(global_address(proj)), proj.strides[0], proj.strides[1], rows, int64(d))
         begin_item(room, q, k, v, int64(cuda.blockIdx.x), all_keys, row_tiles, key_tiles)
         here = uint32(0)
         for number in range(int64(cuda.blockIdx.x), items, int64(cuda.gridDim.x)):

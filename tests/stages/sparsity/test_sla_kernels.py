@@ -28,6 +28,9 @@ from flashnumba.stages.sparsity import (
     sla_states,
 )
 from flashnumba.stages.sparsity import sla_reference as reference
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
+from flashnumba.stages.sparsity.sla_pieces import width_of
+from flashnumba.stages.sparsity.sla_plans import columns_of
 from tests.stages.sparsity import sla_gather as by_numpy
 
 GRADIENTS = ("dq", "dk", "dv", "dproj")
@@ -64,18 +67,18 @@ class Problem:
 def make(
     dtype: Any = np.float16, m: int = 100, n: int = 200, d: int = 64, causal: bool = False,
     feature_map: str = "softmax", form: str = "paper", projected: bool = True, shares: tuple[float, float] = SHARES,
-    apart: float = 0.0, seed: int = 5,
+    apart: float = 0.0, seed: int = 5, heads: tuple[int, int] = (1, 1),
 ) -> Problem:  # fmt: skip
     """``apart``: how far queries and keys lie from 0, on either side, so that all scores are below it."""
     rng = np.random.default_rng(seed)
-    made = [rng.standard_normal((1, 1, rows, d)) for rows in (m, n, n, m)]
+    made = [rng.standard_normal((1, heads[i], rows, d)) for i, rows in ((0, m), (1, n), (1, n), (0, m))]
     q, k, v, do = (x.astype(dtype) for x in (made[0] + apart, made[1] - apart, made[2], made[3]))
     proj = (rng.standard_normal((d, d)) / 8).astype(dtype) if projected else None
-    shape = Shape(np.dtype(dtype).name, 1, 1, 1, m, n, d, causal, arch="90a")
+    shape = Shape(np.dtype(dtype).name, 1, *heads, m, n, d, causal, arch="90a")
     options = sla.check_options(*shares, feature_map, form, None, projected)
     how = {"feature_map": feature_map, "form": form, "causal": causal}
     classes = reference.classify(q, k, *shares, causal)
-    low, low_gradients = reference.low_precision(q, k, v, classes, proj, do, **how)
+    low, low_gradients = low_precision(q, k, v, classes, proj, do, **how)
     inputs = {"q": q, "k": k, "v": v, "do": do} | ({} if proj is None else {"proj": proj})
     unit = reference.mean_of(classes.shape[3])
     known = {name: host_view(x) for name, x in inputs.items()} | {
@@ -103,11 +106,11 @@ def nan(size: tuple[int, ...], kind: str) -> np.ndarray:
 
 def run(launch: Launch, problem: Problem, seed: int = 0) -> None:
     if by_numpy.is_gather(launch.kernel) and launch.grid > 1:
-        names = ("weights", "states", "sums")
-        if launch.kernel.name != by_numpy.NAME:
-            names = ("weights", "dsums", "dstates")
         element = element_dtype(problem.shape.element)
-        by_numpy.gather(launch.kernel, *(problem.known[name].view(element) for name in names))
+        names = [sla_gather.ALIASES.get(name, name) for name in launch.args[:3]]
+        seen = sla_gather.arguments(problem.shape, problem.known, {f"{name} of groups" for name in names})
+        arrays = (seen.get(f"{name} of groups", problem.known[name]) for name in names)
+        by_numpy.gather(launch.kernel, *(x.view(element) for x in arrays))
         return
     known = problem.known | sla_gather.arguments(problem.shape, problem.known, set(launch.args))
     if launch.kernel.name == "sparsity.sla states":
@@ -144,16 +147,16 @@ def copies(problem: Problem, kernel: str) -> dict[str, np.ndarray]:
 
 CASES = {
     "paper": {"apart": 2.0, "seed": 11},  # lists of rows and of keys that are no first tiles, and the last tile in them
-    "all, elu, bfloat16, causal": {
-        "dtype": ml_dtypes.bfloat16, "feature_map": "elu", "form": "all", "causal": True, "projected": False, "m": 150,
-        "n": 150,
+    "groups": {  # of two heads, with 24 columns of 64
+        "dtype": ml_dtypes.bfloat16, "feature_map": "elu", "form": "all", "causal": True, "projected": False, "m": 40,
+        "n": 130, "d": 24, "heads": (4, 2),
     },
-    "rest, relu": {"feature_map": "relu", "form": "rest", "m": 64},
+    "columns": {"form": "rest", "m": 40, "n": 100, "d": 96, "shares": (0.5, 0.5)},  # of 128
 }  # fmt: skip
 
 
 @cache
-def solved(name: str = "paper") -> Problem:
+def solved(name: str) -> Problem:
     """A problem with all that kernels leave; faults are planted in them."""
     return solve(make(**CASES[name]))
 
@@ -170,7 +173,7 @@ def test_forward_and_gradients(name):
 
 @pytest.mark.parametrize("kernel", ["rows backward", "dk dv"])
 def test_the_same_bits_whatever_the_order_of_threads(kernel):
-    good = solved()
+    good = solved("paper")
     known = {**copied(good), **{name: x.copy() for name, x in good.before[kernel].items()}}
     run(next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}"), replace(good, known=known), 3)
     assert all(np.array_equal(known[name], x) for name, x in good.after[kernel].items())
@@ -225,10 +228,11 @@ def test_states_are_summed_over_lists(transposed, fault):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_states_are_summed_by_wgmma_for_all_heads(transposed):
+def test_states_are_summed_by_wgmma_for_all_heads(transposed, monkeypatch):
     """Rows and depth end within a tile and a slot, where another head's begin; padded weights are zeros."""
     rng = np.random.default_rng(0)
-    shape = Shape("float16", 2, 2, 2, 70 * 64, 69 * 64, 15, arch="90a")
+    shape = Shape("float16", 2, 2, 2, 70 * 64, 69 * 64, 64, arch="90a")
+    monkeypatch.setattr(sla_gather, "state_of", lambda shape: 240)
     weights = (rng.random((2, 2, 70, 72)) < 0.5).astype(np.float16)
     weights[..., 69:] = 0
     rows, depth = (69, 70) if transposed else (70, 69)
@@ -238,7 +242,7 @@ def test_states_are_summed_by_wgmma_for_all_heads(transposed):
     launch = sla_gather.plan_gather(shape, transposed)
     assert launch.grid == 4
     known = dict(zip(("weights", *names), (weights, states, sums), strict=True))
-    run(replace(launch, grid=1), replace(solved(), shape=shape, known=known))
+    run(replace(launch, grid=1), replace(solved("paper"), shape=shape, known=known))
     exact = weights.astype(np.float64)
     exact = (exact.swapaxes(-1, -2) if transposed else exact)[..., :rows, :depth]
     assert_close(sums, exact @ states.astype(np.float64))
@@ -273,56 +277,80 @@ def planted() -> list[tuple[str, str]]:
     faults = {
         "classify": ("wait", "barrier"), "states": sla_states.STATES_FAULTS,
         "attend": [x for x in sla_forward.FAULTS if x != "causal"],
-        "rows backward": sla_linear_backward.FAULTS, "keys backward": ("barrier", "wait"),
+        "rows backward": sla_linear_backward.FAULTS, "keys backward": ("barrier", "wait", "columns"),
         "dq": [x for x in sla_backward.FAULTS if x != "causal"],
         "dk dv": [x for x in sla_backward.FAULTS if x not in ("causal", "tail")], "project": ("barrier", "wait"),
     }  # fmt: skip
     # Of dk dv a missing row is a row of zeros with weight 1: it adds nothing.
-    return [(kernel, fault) for kernel, names in faults.items() for fault in names]
+    faults = [(kernel, fault) for kernel, names in faults.items() for fault in names]
+    return [*(x for x in faults if x[1] != "group"), *((x, "group") for x in ("attend", "key lists", "dq", "dk dv"))]
 
 
-def broken_kernel(name: str, fault: str, element: str = "float16") -> Any:
-    of_rows, of_keys = sla_backward.dq_tiles(64, "90a"), sla_backward.dkdv_tiles(64, "90a")
+def broken_kernel(problem: Problem, name: str, fault: str) -> Any:
+    shape, feature_map, projected = problem.shape, problem.options.feature_map, problem.options.projected
+    element, d, how, grouped = shape.element, width_of(shape.d), columns_of(shape), {"grouped": shape.group > 1}
+    of_rows, of_keys = sla_backward.dq_tiles(d, "90a"), sla_backward.dkdv_tiles(d, "90a")
     makers = {
-        "classify": lambda: sla_lists.make_classify(64, element, broken=fault),
-        "states": lambda: sla_states.make_states(64, element, "softmax", broken=fault),
-        "attend": lambda: sla_forward.make_attend(sla_forward.forward_tiles(64), element, broken=fault),
-        "rows backward": lambda: sla_linear_backward.make_rows(64, element, "softmax", broken=fault),
-        "keys backward": lambda: sla_linear_backward.make_keys(64, element, "softmax", broken=fault),
-        "dq": lambda: sla_backward.make_dq(of_rows, element, broken=fault),
-        "dk dv": lambda: sla_backward.make_dkdv(of_keys, element, broken=fault),
-        "project": lambda: sla_linear_backward.make_project(64, element, broken=fault),
-    }
+        "classify": lambda: sla_lists.make_classify(d, element, broken=fault),
+        "states": lambda: sla_states.make_states(d, element, feature_map, projected, **how, broken=fault),
+        "attend": lambda: sla_forward.make_attend(
+            sla_forward.forward_tiles(d, **how), element, feature_map, **how, **grouped, broken=fault
+        ),
+        "key lists": lambda: sla_lists.make_key_lists(**grouped, broken=fault),
+        "rows backward": lambda: sla_linear_backward.make_rows(d, element, feature_map, **how, broken=fault),
+        "keys backward": lambda: sla_linear_backward.make_keys(
+            d, element, feature_map, projected, **how, broken=fault
+        ),
+        "dq": lambda: sla_backward.make_dq(of_rows, element, **how, **grouped, broken=fault),
+        "dk dv": lambda: sla_backward.make_dkdv(of_keys, element, **how, **grouped, broken=fault),
+        "project": lambda: sla_linear_backward.make_project(d, element, **how, broken=fault),
+    }  # fmt: skip
     return makers[name]()
 
 
 RACES = ("barrier", "rows_barrier", "state", "state_barrier", "state_wait", "wait", "reuse", "mean")
+ANYWHERE = ("swizzle", "stride", "delta", "linear", "divide", "sparse", "columns")
+"""Faults of which one block tells, if it has a list."""
+ENOUGH = {("attend", "group"): 3, ("dq", "group"): 3, ("dk dv", "group"): 2} | {("dk dv", x): 4 for x in ANYWHERE}
+"""Blocks that tell of others: up to the first head of the second group, or up to the first list."""
 RESULTS = {
-    "classify": ("classes",), "states": ("states", "q_means", "k_means"), "attend": ("o", "lse"),
-    "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
+    "classify": ("classes",), "key lists": ("key_lists", "key_counts"), "states": ("states", "q_means", "k_means"),
+    "attend": ("o", "lse"), "rows backward": ("dq", "dsums"), "keys backward": ("dk", "dv"), "dq": ("dq",),
     "dk dv": ("dk", "dv"), "project": ("parts",),
 }  # fmt: skip
 
 
+def differs(found: np.ndarray, before: np.ndarray, right: np.ndarray, whole: bool) -> bool:
+    """Whether a result is wrong: all of it, or what was written of it where only some blocks have run."""
+    written = (
+        np.ones(found.shape, bool) if whole else found.view(f"u{found.itemsize}") != before.view(f"u{found.itemsize}")
+    )
+    return not np.array_equal(found[written], right[written])
+
+
 @pytest.mark.parametrize(("kernel", "fault"), planted())
 def test_a_planted_fault_is_caught(kernel, fault):
-    good = solved()
+    good = solved({"group": "groups", "columns": "columns"}.get(fault, "paper"))
     launch = next(x for x in launches_of(good) if x.kernel.name == f"sparsity.sla {kernel}")
+    grid = launch.grid
+    blocks = min(grid, ENOUGH.get((kernel, fault), 1 if fault in ANYWHERE else grid))
+    launch = replace(launch, kernel=broken_kernel(good, kernel, fault), grid=blocks)
     for seed in range(2 if fault in RACES else 1):
-        known = {**copied(good), **{name: x.copy() for name, x in good.before[kernel].items()}}
+        before, after = good.before[kernel], good.after[kernel]
+        known = {**copied(good), **{name: x.copy() for name, x in before.items()}}
         try:
-            run(replace(launch, kernel=broken_kernel(kernel, fault)), replace(good, known=known), seed)
-            found = [name for name, x in good.after[kernel].items() if not np.array_equal(known[name], x)]
+            run(launch, replace(good, known=known), seed)
+            found = [name for name, x in after.items() if differs(known[name], before[name], x, whole=blocks == grid)]
         except Fault as caught:
             found = [caught.name]
         assert found, f"{fault} of {kernel} was not caught with seed {seed}"
 
 
 def test_a_mask_that_is_one_key_off_is_caught():
-    problem = solved("all, elu, bfloat16, causal")
+    problem = solved("groups")
     for launch in launches_of(problem):
         name = launch.kernel.name.removeprefix("sparsity.sla ")
         if name in ("attend", "dq", "dk dv"):
             known = {**copied(problem), **{x: array.copy() for x, array in problem.before[name].items()}}
-            run(replace(launch, kernel=broken_kernel(name, "causal", "bfloat16")), replace(problem, known=known))
+            run(replace(launch, kernel=broken_kernel(problem, name, "causal")), replace(problem, known=known))
             assert all(not np.array_equal(known[x], array) for x, array in problem.after[name].items()), name

@@ -8,11 +8,12 @@ import pytest
 from flashnumba.compare import assert_close
 from flashnumba.stages.flash_forward import reference as dense
 from flashnumba.stages.sparsity import sla_reference as sla
+from flashnumba.stages.sparsity.sla_low_precision import low_precision
 
 
-def made(seed=0, m=22, n=30, d=6, dtype=np.float64):
-    rng = np.random.default_rng(seed)
-    q, k, v, do = (rng.standard_normal((2, rows, d)).astype(dtype) for rows in (m, n, n, m))
+def made(seed=0, m=22, n=30, d=6, dtype=np.float64, heads=(2, 2)):
+    rng, sizes = np.random.default_rng(seed), ((0, m), (1, n), (1, n), (0, m))
+    q, k, v, do = (rng.standard_normal((heads[i], rows, d)).astype(dtype) for i, rows in sizes)
     return q, k, v, do, rng.standard_normal((d, d)).astype(dtype)
 
 
@@ -59,15 +60,33 @@ def test_linear_attention_by_sums_of_states_is_that_by_weights(feature_map):
     q, k, v, _, proj = made(1)
     classes = sla.classify(q, k, 0.2, 0.3, block=4)
     by_weights = sla.attend(q, k, v, classes, proj, feature_map=feature_map, block=4)
-    by_states, _ = sla.low_precision(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), classes,
+    by_states, _ = low_precision(q.astype(np.float32), k.astype(np.float32), v.astype(np.float32), classes,
                                      proj.astype(np.float32), feature_map=feature_map, block=4)  # fmt: skip
     np.testing.assert_allclose(by_states.o, by_weights.o, atol=1e-4)
 
 
+def test_heads_of_a_group_share_a_head_of_keys():
+    q, k, v, do, proj = made(6, heads=(6, 2))
+    classes = sla.classify(q, k, 0.3, 0.3, block=4)
+    found = sla.gradients(do, q, k, v, classes, proj, block=4)
+    sums = [np.zeros_like(k), np.zeros_like(v)]
+    for h in range(6):
+        one = q[h], k[h // 3], v[h // 3]
+        assert np.array_equal(classes[h], sla.classify(*one[:2], 0.3, 0.3, block=4))
+        o = sla.attend(q, k, v, classes, proj, block=4).o[h]
+        np.testing.assert_allclose(o, sla.attend(*one, classes[h], proj, block=4).o, atol=1e-12)
+        dq, *of_keys, _ = sla.gradients(do[h], *one, classes[h], proj, block=4)
+        np.testing.assert_allclose(found[0][h], dq, atol=1e-12)
+        for total, x in zip(sums, of_keys, strict=True):
+            total[h // 3] += x
+    for total, x in zip(sums, found[1:3], strict=True):
+        np.testing.assert_allclose(x, total, atol=1e-12)
+
+
 @pytest.mark.parametrize("feature_map", sla.FEATURES)
-@pytest.mark.parametrize(("form", "causal"), [("paper", False), ("rest", True), ("all", True)])
-def test_gradients_are_finite_differences(feature_map, form, causal):
-    q, k, v, do, proj = made(2)
+@pytest.mark.parametrize(("form", "causal", "kv_heads"), [("paper", False, 1), ("rest", True, 3), ("all", True, 1)])
+def test_gradients_are_finite_differences(feature_map, form, causal, kv_heads):
+    q, k, v, do, proj = made(2, heads=(3, kv_heads))
     how = {"feature_map": feature_map, "form": form, "causal": causal, "block": 4}
     classes = sla.classify(q, k, 0.2, 0.3, causal, block=4)
     found = sla.gradients(do, q, k, v, classes, proj, **how)
@@ -84,11 +103,12 @@ def test_gradients_are_finite_differences(feature_map, form, causal):
         assert slope == pytest.approx((gradient * way).sum(), rel=1e-6, abs=1e-7)
 
 
-def test_low_precision_has_the_gradients():
-    q, k, v, do, proj = made(4, dtype=np.float16)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_low_precision_has_the_gradients(kv_heads):
+    q, k, v, do, proj = made(4, dtype=np.float16, heads=(4, kv_heads))
     how = {"feature_map": "softmax", "block": 4}
     classes = sla.classify(q, k, 0.2, 0.3, block=4)
-    _, low = sla.low_precision(q, k, v, classes, proj, do, **how)
+    _, low = low_precision(q, k, v, classes, proj, do, **how)
     for got, expected in zip(low, sla.gradients(do, q, k, v, classes, proj, **how), strict=True):
         assert_close(got, expected, eps=0.02 * np.abs(expected).max())
 
