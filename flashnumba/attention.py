@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["BACKENDS", "CHOICES", "KERNELS", "Choice", "NoGpuWarning", "attention", "choose"]
 
 KERNELS = {
-    "flash_forward.simt": "simt", "flash_forward.mma": "mma", "flash_forward.split": "mma", "fp8.k32": "mma",
-    "fp8.emulated": "mma", "fp8.split": "mma",
+    "flash_forward.simt": "simt", "flash_forward.mma": "mma", "flash_forward.split": "mma",
+    "flash_forward.wgmma": "wgmma", "fp8.k32": "mma", "fp8.emulated": "mma", "fp8.split": "mma",
 }  # fmt: skip
 """Kernels by name, ``stage.kernel``, and the file of the stage whose ``PLANS`` has it."""
 BACKENDS = ("auto", *KERNELS, "numpy", "emulator")
 
 TILE, WARP, LONG = 128, 16, 1024
 """Query rows of a block of ``mma`` and of a warp; keys from which it pays to share them out and merge."""
+NARROW, SHORT = 64, 2048
+"""A head dimension and keys up to which, under a causal mask, ``mma`` is faster than ``wgmma``."""
 
 
 class NoGpuWarning(UserWarning):
@@ -60,6 +62,12 @@ def _eight(shape: heads.Shape) -> bool:
     return shape.element.startswith("float8")
 
 
+def _warpgroups(shape: heads.Shape) -> bool:
+    """What ``flash_forward.wgmma`` takes and is the fastest for."""
+    short = shape.causal and shape.d <= NARROW and shape.n < SHORT
+    return shape.arch == "90a" and shape.element != "float32" and shape.mapped and not short
+
+
 def _few_rows(shape: heads.Shape) -> bool:
     blocks = shape.batch * shape.heads * -(-shape.m // TILE)
     return shape.n >= LONG and (shape.m * shape.group <= WARP or 2 * blocks <= shape.multiprocessors)
@@ -83,6 +91,12 @@ CHOICES = (
         f"head of k, or tiles of {TILE} rows for at most half of the multiprocessors",
         "flash_forward.split",
         lambda shape, gpu: _tensor_cores(shape) and int(shape.arch.rstrip("a")) >= 80 and _few_rows(shape),
+    ),
+    Choice(
+        "float16 or bfloat16 on sm_90, rows that begin at multiples of 16 bytes as the copy engine takes them, and no "
+        f"causal mask over fewer than {SHORT} keys with a head dimension of at most {NARROW}",
+        "flash_forward.wgmma",
+        lambda shape, gpu: not _eight(shape) and _warpgroups(shape),
     ),
     Choice(
         "float16 on sm_75 or later, bfloat16 on sm_80 or later",

@@ -52,10 +52,16 @@ from flashnumba.stages.flash_forward.simt import make_simt
 from flashnumba.stages.flash_forward.simt_tiles import Tiles
 from flashnumba.stages.flash_forward.split import plan_split
 from flashnumba.stages.flash_forward.split import tiles_for as split_tiles
+from flashnumba.stages.flash_forward.wgmma import make_wgmma
 from flashnumba.tiles import online, reduce
 from flashnumba.tiles.attention import make_steps
 from flashnumba.tiles.forward import make_attend, tiles_for
 from flashnumba.tiles.sizes import AttentionTiles
+from flashnumba.tiles.specialised_consumer import make_take_step
+from flashnumba.tiles.specialised_producer import make_ring
+from flashnumba.tiles.specialised_steps import make_consumer_steps
+from flashnumba.tiles.specialised_tiles import SpecialisedTiles
+from flashnumba.tiles.specialised_tiles import tiles_for as specialised_tiles
 from flashnumba.tiles.swizzle import place_of
 
 lesson.style()
@@ -517,6 +523,53 @@ plt.show()
 # lse of $10^5$ has lost what tells parts apart, for the reason above; $m$ and $l$ apart have not. The merge itself is
 # your first exercise.
 #
+# ### wgmma: warps with roles
+#
+# `mma` leaves three things on the table on Hopper. Its threads load every operand into registers, and compute addresses
+# for that. Each warp has its softmax after its own product, while tensor cores wait unless another warp happens to
+# multiply. And `mma.sync` reaches about 0.6 of what the tensor cores can do. The last kernel of this stage is
+# FlashAttention-3's: four warps together, a *warpgroup*, multiply 64 rows by operands that stay in shared memory; the
+# copy engine brings them; and warpgroups have roles.
+#
+#     warpgroup 0    producer     one thread orders tiles of K and V, slot by slot
+#     warpgroups 1.. consumers    64 rows each, in turn: S_j and P V_j-1 are started, then S_j becomes weights
+#
+# **Predict.** A consumer's product $S_j$ takes about 512 cycles, its product with V as many, its softmax about 1100.
+# Two consumers share the tensor cores. What share of the time are these busy if each consumer waits for its own
+# products, and what if the softmax of one runs beside the products of the other, and beside its own product with V?
+
+# %%
+product, softmax = 512, 1100
+apart, beside = 2 * 2 * product / (2 * (2 * product + softmax)), 2 * 2 * product / max(4 * product, product + softmax)
+print(f"busy {apart:.0%} of the time one after the other, {beside:.0%} beside one another at best")
+
+# %% [markdown]
+# What waits for what is then the whole kernel. A step of a consumer, in the order in which it starts things:
+
+# %%
+wide = SpecialisedTiles(64, 64)
+step = make_take_step(wide, "float16", make_ring(wide, False), make_consumer_steps(wide, "float16"), False)
+lesson.show_source(step)
+
+# %% [markdown]
+# `begin` waits for K and for the consumer's turn, a named barrier that the other consumer opens when its two products
+# have been started. `look` lets K's slot go; `weigh` makes weights in place, as P of the step before is still an
+# operand of the product that runs. Registers of a consumer's thread, beside what the producer gives up:
+
+# %%
+lesson.table(
+    ("D", "rows x keys", "consumers", "O, S and P", "registers", "KB of shared memory"),
+    [
+        (d, f"{t.bm} x {t.bn}", t.consumers, t.operands, t.registers, round(t.shared / 1024))
+        for d in (64, 128, 256)
+        for t in (specialised_tiles(d, 4096),)
+    ],
+)
+
+# %% [markdown]
+# One block fills a multiprocessor. So nobody hides a block's beginning and end: short causal sequences with D = 64 are
+# left to `mma`.
+#
 # ## On real data
 #
 # Each kernel on one head of the real data (on a GPU, on all 36), judged by a softmax of all scores in float64. The
@@ -569,6 +622,18 @@ def emulate(made, tiles, q, k, v, *, causal=False, scale=None, **options):
     blocks = -(-q.shape[2] // tiles.bm)
     report = launch(made, blocks, tiles.threads, args, shared=tiles.shared, **options)
     return (o[0, 0], lse[0, 0]), report
+
+
+def emulate_roles(tiles, q, k, v, broken=""):
+    """The same of the kernel of warpgroups, which gets tensor maps."""
+    made = make_wgmma(tiles, "float16", broken=broken)
+    blocks, o = -(-len(q) // tiles.bm), np.full((1, 1, *q.shape), np.nan, q.dtype)
+    arrays = {name: np.ascontiguousarray(x)[None, None] for name, x in zip("qkv", (q, k, v), strict=True)} | {"o": o}
+    lse = np.full((1, 1, len(q)), np.nan, np.float32)
+    maps = heads.maps_for(heads.Launch(made, blocks, tiles.threads, boxes=tiles.boxes), arrays, "float16")
+    args = (arrays["q"], arrays["k"], lse, np.float32(q.shape[-1] ** -0.5), np.int32(0), *maps.values())
+    launch(made, blocks, tiles.threads, args, shared=tiles.shared)
+    return o[0, 0], lse[0, 0]
 
 
 small = AttentionTiles(32, 32, 32, warps=2)
@@ -726,6 +791,17 @@ try:
     emulate(make_simt(few_rows, "float16", broken="k_ready"), few_rows, x[:8], y[:64], z[:64])
 except Fault as fault:
     print(fault)
+
+# %% [markdown]
+# Warps with roles have more to forget. A consumer that lets V's slot go as soon as it has started the product, and one
+# that does not wait for its turn's products before it packs P:
+
+# %% tags=["break-it"]
+for broken in ("release", "pv_wait"):
+    try:
+        emulate_roles(wide, x, y, z, broken)
+    except Fault as fault:
+        print(f"{broken}: {fault}")
 
 # %% [markdown]
 # ### No rescale

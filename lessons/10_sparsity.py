@@ -222,6 +222,12 @@ lesson.show_source(sparse.unit_rows)
 lesson.show_source(skip.make_agree(tiles, "block"))
 
 # %% [markdown]
+# On Hopper the same vote sits in the kernel of warpgroups ({mod}`flashnumba.tiles.specialised_consumer`). A product
+# there is of 64 rows, so 64 rows agree, by a barrier that also carries their votes (`bar.red`). The producer orders V
+# when it has heard that somebody wants it. What is left out is then a product and a maximum, and a consumer that leaves
+# a tile out must not start its next product while another still multiplies: two at a time come in together, and leave
+# the tensor cores idle together.
+#
 # In decoding bytes are everything, so several tiles of K come first, are voted on, and then V of those that are needed
 # while the next K is on its way ({mod}`flashnumba.tiles.sparse_split`).
 #

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flashnumba.machine import gpu, launcher, streams
+from flashnumba.machine import gpu, launcher, streams, tensor_map
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.layout import parameters
 from tests.machine.fakes import Driver, Torch
@@ -18,7 +18,7 @@ gc.set_threshold(50_000, 20, 50)
 
 LONG = ("tests/test_lessons.py::test_it_runs", "tests/test_docs.py::test_the_site")
 
-WORDS = {"float32": "f", "int32": "i", "int64": "q"}
+WORDS = {"float32": "f", "int32": "i", "int64": "q", "uint64": "Q"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -43,6 +43,14 @@ def machine(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def hopper(request: pytest.FixtureRequest) -> None:
+    """On a GPU, kernels of wgmma need sm_90a."""
+    on_gpu = "machine" in request.fixturenames and request.getfixturevalue("machine") == "cuda"
+    if (on_gpu or request.node.get_closest_marker("gpu")) and (arch := gpu.device_arch()) != "90a":
+        pytest.skip(f"this GPU is sm_{arch}")
+
+
+@pytest.fixture
 def cuda_torch():
     """torch, where it has a GPU."""
     torch = pytest.importorskip("torch")
@@ -62,7 +70,22 @@ def fake_torch(monkeypatch):
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch, fake_torch):
+def encoded(monkeypatch):
+    """Tensor maps get an address in turn, and are not encoded; the arrays that they are of, by this address."""
+    of: dict[int, int] = {}
+
+    class Slot:
+        def __init__(self, pointer):
+            self.address = 0x5000 + 128 * len(of)
+            of[self.address] = pointer
+
+    monkeypatch.setattr(tensor_map, "encode", lambda found, *how: Slot(found.pointer))
+    monkeypatch.setattr(tensor_map, "MAPS", type(tensor_map.MAPS)())
+    return of
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch, fake_torch, encoded):
     """A driver that remembers launches (:class:`Driver`), of an H200 whose kernels are never compiled."""
     driver = Driver(lambda kernel: driver.expected[kernel])
     driver.expected, caches = {}, {}

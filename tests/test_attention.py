@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import ml_dtypes
 import numpy as np
@@ -223,12 +224,13 @@ def test_a_kernel_by_name_runs_on_the_emulator(name, no_gpu):
 def test_the_emulator_finds_faults_in_what_is_launched(no_gpu, monkeypatch):
     """It runs the real kernels, with all checks."""
     from flashnumba.machine.emulator import Fault
-    from flashnumba.stages.flash_forward import mma
+    from flashnumba.stages.flash_forward import mma, wgmma
 
-    make = mma.make_mma
-    monkeypatch.setattr(mma, "make_mma", lambda *args, **options: make(*args, **options, broken="barrier"))
-    with pytest.raises(Fault):
-        attend(normal(70, 200, 32, np.float16), "emulator")
+    for module, name, broken in ((mma, "make_mma", "barrier"), (wgmma, "make_wgmma", "k_wait")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), broken=broken))
+    for d in (31, 32):  # the copy engine takes rows of 64 bytes
+        with pytest.raises(Fault):
+            attend(normal(70, 200, d, np.float16), "emulator")
 
 
 # -- backends agree ----------------------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ def test_backends_agree(backend, no_gpu):
     """The fuzz has more of these."""
     for case in (
         normal(33, 70, 40, ml_dtypes.bfloat16, heads=2, kv_heads=1, causal=True),
-        normal(20, 13, 17, np.float16, causal=True, scale=-0.4),
+        normal(20, 13, 24 if backend == "flash_forward.wgmma" else 17, np.float16, causal=True, scale=-0.4),
     ):
         assert_attention(attend(case, backend), case)
 
@@ -245,9 +247,9 @@ def test_backends_agree(backend, no_gpu):
 def test_the_emulator_runs_what_the_table_says(no_gpu, monkeypatch):
     asked, plan = [], planner
     monkeypatch.setattr(room, "planner", lambda name: asked.append(name) or plan(name))
-    for case in (normal(1, 1024, 8, np.float16), normal(2, 3, 8, np.float16)):
+    for case in (normal(1, 1024, 8, np.float16), normal(2, 3, 8, np.float16), normal(2, 3, 7, np.float16)):
         assert_attention(attend(case, "emulator"), case)
-    assert asked == ["flash_forward.split", "flash_forward.mma"]
+    assert asked == ["flash_forward.split", "flash_forward.wgmma", "flash_forward.mma"]
 
 
 def test_importing_flashnumba_is_cheap():

@@ -78,6 +78,24 @@ def test_a_second_call_with_scratch_between_two_kernels(once, fake_gpu, fake_tor
     assert launched[0] == launched[1]
 
 
+def test_a_second_call_with_tensor_maps(once, fake_gpu, fake_torch, encoded):
+    """Maps are of the new arrays, also of the result; what a map was made for before is found again."""
+    launched, options = [], {"causal": True, "return_lse": True, "backend": "flash_forward.wgmma"}
+    for at in (0x10000, 0x20000, 0x30000, 0x20000):
+        q, k, v = tensors(at)
+        o, lse = attention(q, k, v, **options)
+        ((function, *how, values),) = fake_gpu.launches
+        fake_gpu.launches.clear()
+        assert [values[word] for word in (4, 17, 30)] == [x.data_ptr() for x in (q, k, lse)]
+        assert [encoded[address] for address in values[-4:]] == [x.data_ptr() for x in (q, k, v, o)]
+        rest = [word for i, word in enumerate(values[:-4]) if i not in (4, 17, 30)]
+        launched.append(((function, how, rest), values[-4:-1]))
+        once()
+    first, second, third, fourth = launched
+    assert first[0] == second[0] == third[0] == fourth[0]
+    assert second[1] == fourth[1] and not set(second[1]) & set(third[1])
+
+
 def test_what_is_another_kind(once, fake_gpu, fake_torch):
     base = {"causal": False, "scale": None, "return_lse": False, "backend": "auto"}
     attention(*tensors(0x10000), **base)

@@ -15,7 +15,7 @@ from flashnumba.compare import Comparison, compare
 from flashnumba.machine import launcher
 from flashnumba.machine.arrays import empty_like_kind
 from flashnumba.stages.flash_forward.reference import dense, low_precision
-from flashnumba.stages.heads import SCRATCH, Heads, Plan, Shape, prepare_heads, signature
+from flashnumba.stages.heads import SCRATCH, Heads, Plan, Shape, maps_for, prepare_heads, signature
 
 __all__ = [
     "CUDNN", "EFFICIENT", "FA2", "MATH", "PEERS", "Judge", "Place", "calls_of", "launches", "peer", "places",
@@ -85,7 +85,8 @@ def calls_of(plan: Plan, heads: Heads, machine: str) -> Callable[[], Any]:
     for launch in plan.launches:
         types = signature(heads.shape.element, launch.args)
         ready = launcher.prepare(launch.kernel, types, shared=launch.shared, machine=machine, device=heads.device)
-        steps.append((ready, launch.grid, launch.threads, tuple(known[name] for name in launch.args)))
+        given = known | maps_for(launch, known, heads.shape.element)
+        steps.append((ready, launch.grid, launch.threads, tuple(given[name] for name in launch.args)))
 
     def call() -> Any:
         for ready, grid, threads, args in steps:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,26 +23,28 @@ from flashnumba.bench.decode import GraphClock
 from flashnumba.bench.decode import Problem as Decode
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
-from flashnumba.bench.heads import ROWS, Judge, launches, places, settings
+from flashnumba.bench.heads import CUDNN, Judge, launches, peer, places, settings
 from flashnumba.bench.heads import Place as PlaceOf
-from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size, check_written, rounded, spread
-from flashnumba.compare import Comparison, compare
+from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size
+from flashnumba.bench.sparse_judges import DecodeJudge, SparseJudge
 from flashnumba.data.structured import structured
 from flashnumba.stages.flash_forward.mma import plan_mma
 from flashnumba.stages.flash_forward.split import plan_split
+from flashnumba.stages.flash_forward.wgmma import plan_wgmma
 from flashnumba.stages.heads import Heads, Plan, prepare_heads
-from flashnumba.stages.sparsity import mma, problem
+from flashnumba.stages.sparsity import mma, problem, wgmma
 from flashnumba.stages.sparsity import reference as R
 from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
-from flashnumba.tiles.sparse_split import TILE
+from flashnumba.tiles.specialised_tiles import tiles_for as specialised_tiles
 
-__all__ = ["DENSE", "KERNELS", "SPLIT", "DecodeJudge", "DecodeProblem", "Method", "SparseJudge", "environment",
-           "measure", "measure_decode", "names_for", "problems", "shares"]  # fmt: skip
+__all__ = ["DENSE", "KERNELS", "SPLIT", "WARPGROUPS", "DecodeProblem", "Method", "environment", "measure",
+           "measure_decode", "measure_warpgroups", "names_for", "problems", "shares"]  # fmt: skip
 
-DENSE, SPLIT = "flash_forward.mma", "flash_forward.split"
-KERNELS = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction", "sla")
-"""What can be asked for by name; the last is measured by :mod:`flashnumba.bench.sla`."""
+DENSE, SPLIT, WARPGROUPS = "flash_forward.mma", "flash_forward.split", "flash_forward.wgmma"
+KERNELS = ("blasst", "blasst_wgmma", "warp_skip", "warp_skip_sum", "sparge", "prediction", "sla")
+"""What can be asked for by name; ``blasst_wgmma`` is measured by :func:`measure_warpgroups`, the last by
+:mod:`flashnumba.bench.sla`."""
 TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
 ROWS_IN_ALL = 1 << 18
@@ -94,50 +96,15 @@ def names_for(p: Problem) -> Collection[str]:
         return [name for name in KERNELS if not (p.causal and name == "sla")]
     if p.causal:
         return ()
-    return ("prediction",) if p.n in (ALL_AT // 2, 8 * ALL_AT) else ("blasst", "warp_skip", "sparge", "sla")
+    if p.n in (ALL_AT // 2, 8 * ALL_AT):
+        return ("prediction",)
+    return ("blasst", "blasst_wgmma", "warp_skip", "sparge", "sla")
 
 
 def shares(tile_map: Any) -> float:
     """The share of visible tiles that were left out while going."""
     computed, skipped = (int((tile_map == value).sum()) for value in (COMPUTED, SKIPPED))
     return skipped / max(1, computed + skipped)
-
-
-class SparseJudge:
-    """Compares some rows of each of nine units with float64 over the tiles that a map says the unit computed."""
-
-    def __init__(
-        self, torch: Any, inputs: tuple[Any, Any, Any], heads: Heads, method: Method, tile_map: Any, bn: int, rows: int
-    ) -> None:  # fmt: skip
-        self.torch, self.known = torch, []
-        shape, (q, k, v) = heads.shape, inputs
-        for unit in spread(tile_map.shape[2], 3):
-            for head in spread(shape.heads, 3):
-                first = min(unit * rows + 3 * len(self.known) * ROWS % rows, shape.m - 1)  # in one warp or another
-                last = min(first + ROWS, shape.m)
-                end = last + shape.n - shape.m if shape.causal else shape.n
-                some = _on_host(q[:1, head : head + 1, first:last], shape.element)
-                keys, values = (_on_host(x[:1, head // shape.group, None, :end], shape.element) for x in (k, v))
-                tiles = tile_map[:1, head : head + 1, unit : unit + 1].cpu().numpy()
-                s = R.scores(some, keys, heads.scale, shape.causal)
-                kept = R.expand(tiles == COMPUTED, rows, bn, s.shape[-2], -(-end // bn) * bn)[..., :end]
-                summed = np.ones_like(kept) if method.options.get("keep_sum") else kept
-                kept, summed = kept & ~np.isneginf(s), summed & ~np.isneginf(s)
-                exact, lse = R.attend(s, values, kept, summed)
-                low = R.low_precision(some, keys, values, kept, summed, heads.scale)
-                self.known.append((head, slice(first, last), exact, lse, *low))
-
-    def __call__(self, result: Any) -> Comparison:
-        o, lse = result
-        found = []
-        for head, rows, exact, lse_exact, low, lse_low in self.known:
-            found.append(compare(rounded(o[:1, head : head + 1, rows].float().cpu().numpy(), "float16"), exact, low))
-            of_lse = lse[:1, head : head + 1, rows].cpu().numpy()
-            found.append(compare(of_lse, lse_exact, lse_low))
-        bad = next((verdict for verdict in found if not verdict.ok), None)
-        if bad is None:
-            check_written(self.torch, o, lse)
-        return bad or max(found[::2], key=lambda verdict: verdict.error)
 
 
 def measure(
@@ -152,56 +119,10 @@ def measure(
         targets: shares to leave out; a threshold is searched for each.
         clock, until, machine, report: as :func:`flashnumba.bench.attention.measure`.
     """
-    torch, device, _ = place("sparsity", machine)
     p = problem_
-    q, k, v = (torch.from_numpy(x).to(device) for x in structured(p.n, p.d, heads=p.heads, batch=p.batch))
-    size = Size(asdict(p))
-    runner = Runner(
-        size, lambda seconds: {"flops_per_second": p.flops / seconds}, {"of_dense": DENSE}, clock=clock or Clock(),
-        until=until, report=lambda size, measured: None,
-    )  # fmt: skip
-    make = partial(prepare_heads, q, k, v, causal=p.causal, scale=None, machine=machine, stream=None)
-    shape = make().shape
-
-    def run(method: Method, only: slice = slice(None)) -> Measured:
-        """Measure a method; ``only`` some of its launches, which are then not judged."""
-        heads = make()
-        plan = method.plan(shape, **method.options)
-        tiles, left, judge = mma.sparse_tiles(shape), None, None
-        if only == slice(None):
-            noted = method.plan(shape, **method.options, noted=True)
-            tile_map = problem.run(heads, noted, method.given)["tile_map"]
-            judge = SparseJudge(torch, (q, k, v), heads, method, tile_map, tiles.bn, unit_rows(tiles, method.vote))
-            left = _left_out(tile_map, shape, tiles, method.vote)
-
-        def prepare() -> Sequence[Callable[[], Any]]:
-            fresh = make()
-            for result in fresh.results:
-                result.fill_(float("nan"))
-            call, _ = problem.bind(fresh, plan, method.given)
-            if only != slice(None):
-                call()
-                call, _ = problem.bind(fresh, Plan(plan.launches[only], plan.scratch), method.given)
-
-            def timed() -> Any:
-                call()
-                return fresh.results
-
-            return [timed]
-
-        measured = runner.run(Candidate(method.name, prepare), judge)
-        measured.figures["skipped"] = left
-        gain = measured.figures.get("of_dense")
-        measured.figures["of_ideal"] = gain * (1 - left) if gain and left is not None else None
-        report(size, measured)
-        return measured
-
-    dense = runner.run(
-        Candidate(DENSE, partial(launches, partial(plan_mma, shape), [(q, k, v)], causal=p.causal, machine=machine)),
-        Judge(torch, q, k, v, p.element, places(p.batch, p.heads, p.n), causal=p.causal),
-    )  # fmt: skip
-    report(size, dense)
-    search = partial(_search, make, shape)
+    bench = _Bench(p, DENSE, clock, until, machine, report)
+    shape, run, search = bench.shape, bench.run, partial(_search, bench.make, bench.shape)
+    bench.run_dense(partial(plan_mma, shape))
     for target in targets if "blasst" in names else ():
         given = {"limit": search(partial(mma.plan_skip, vote="block"), target)}
         run(Method(f"blasst, {target:.0%}", mma.plan_skip, {"vote": "block"}, given))
@@ -218,7 +139,101 @@ def measure(
         run(Method("sparge, cdf 0.98", mma.plan_sparge, {"vote": "warp"}, given))
     if "prediction" in names:
         run(Method("sparge, prediction alone", mma.plan_sparge, {"by_count": False}, given), slice(0, 4))
-    return size
+    return bench.size
+
+
+def measure_warpgroups(
+    problem_: Problem, *, targets: Sequence[float] = TARGETS, clock: Clock | None = None, until: float = float("inf"),
+    machine: str = "cuda", report: Callable[[Size, Measured], None] = lambda size, measured: None,
+) -> Size:  # fmt: skip
+    """Measure ``blasst_wgmma`` beside the dense kernel of its tier and cuDNN; arguments as :func:`measure`."""
+    bench = _Bench(problem_, WARPGROUPS, clock, until, machine, report)
+    bench.run_dense(partial(plan_wgmma, bench.shape), peers=(CUDNN,))
+    for target in targets:
+        given = {"limit": _search(bench.make, bench.shape, wgmma.plan_blasst, target)}
+        bench.run(Method(f"blasst_wgmma, {target:.0%}", wgmma.plan_blasst, {}, given))
+    return bench.size
+
+
+class _Bench:
+    """A problem on structured data, its dense kernel, and methods beside it."""
+
+    def __init__(
+        self, p: Problem, dense: str, clock: Clock | None, until: float, machine: str,
+        report: Callable[[Size, Measured], None],
+    ) -> None:  # fmt: skip
+        self.torch, device, _ = place("sparsity", machine)
+        self.p, self.dense, self.machine, self.report = p, dense, machine, report
+        self.inputs = tuple(
+            self.torch.from_numpy(x).to(device) for x in structured(p.n, p.d, heads=p.heads, batch=p.batch)
+        )
+        self.size = Size(asdict(p) | ({"tier": "wgmma"} if dense == WARPGROUPS else {}))
+        beside = {"of_dense": dense} | ({"of_cudnn": CUDNN} if dense == WARPGROUPS else {})
+        self.runner = Runner(
+            self.size, lambda seconds: {"flops_per_second": p.flops / seconds}, beside, clock=clock or Clock(),
+            until=until, report=lambda size, measured: None,
+        )  # fmt: skip
+        self.make = partial(
+            prepare_heads, *self.inputs, causal=p.causal, scale=None, machine=machine, stream=None
+        )  # fmt: skip
+        self.shape = self.make().shape
+
+    def run_dense(self, plan: Callable[[], Plan], peers: Sequence[str] = ()) -> None:
+        p = self.p
+        judge = Judge(self.torch, *self.inputs, p.element, places(p.batch, p.heads, p.n), causal=p.causal)
+        for name in peers:
+            self.report(self.size, self.runner.run(peer(self.torch, name, [self.inputs], causal=p.causal), judge))
+        prepare = partial(launches, plan, [self.inputs], causal=p.causal, machine=self.machine)
+        self.report(self.size, self.runner.run(Candidate(self.dense, prepare), judge))
+
+    def run(self, method: Method, only: slice = slice(None)) -> Measured:
+        """Measure a method; ``only`` some of its launches, which are then not judged."""
+        heads, shape = self.make(), self.shape
+        plan, left, judge = method.plan(shape, **method.options), None, None
+        if only == slice(None):
+            noted = method.plan(shape, **method.options, noted=True)
+            tile_map = problem.run(heads, noted, method.given)["tile_map"]
+            tile = _tile_of(self.dense, shape, method)
+            judge = SparseJudge(self.torch, self.inputs, heads, method.options, tile_map, tile.keys, tile.unit)
+            left = _left_out(tile_map, shape, tile)
+
+        def prepare() -> Sequence[Callable[[], Any]]:
+            fresh = self.make()
+            for result in fresh.results:
+                result.fill_(float("nan"))
+            call, _ = problem.bind(fresh, plan, method.given)
+            if only != slice(None):
+                call()
+                call, _ = problem.bind(fresh, Plan(plan.launches[only], plan.scratch), method.given)
+
+            def timed() -> Any:
+                call()
+                return fresh.results
+
+            return [timed]
+
+        measured = self.runner.run(Candidate(method.name, prepare), judge)
+        measured.figures["skipped"] = left
+        gain = measured.figures.get("of_dense")
+        measured.figures["of_ideal"] = gain * (1 - left) if gain and left is not None else None
+        self.report(self.size, measured)
+        return measured
+
+
+class _Tile(NamedTuple):
+    """Rows of a block, keys of a tile, and rows that a decision is about."""
+
+    rows: int
+    keys: int
+    unit: int
+
+
+def _tile_of(dense: str, shape: Any, method: Method) -> _Tile:
+    if dense == WARPGROUPS:
+        of = specialised_tiles(shape.d, shape.n)
+        return _Tile(of.bm, of.bn, wgmma.tile_of(shape)[0])
+    tiles = mma.sparse_tiles(shape)
+    return _Tile(tiles.bm, tiles.bn, unit_rows(tiles, method.vote))
 
 
 def measure_decode(
@@ -262,35 +277,10 @@ def measure_decode(
     return size
 
 
-class DecodeJudge:
-    """Compares all heads of one head of K with float64 over the tiles that a map says were computed."""
-
-    def __init__(self, torch: Any, inputs: tuple[Any, Any, Any], tile_map: Any, shape: Any) -> None:
-        self.torch, self.heads = torch, slice(0, shape.group)
-        q, k, v = inputs
-        some = _on_host(q[:1, self.heads], shape.element)
-        keys, values = (_on_host(x[:1, :1], shape.element) for x in (k, v))
-        s = R.scores(some, keys)
-        tiles = tile_map[:1, :1, :1].cpu().numpy() == COMPUTED
-        kept = np.broadcast_to(np.repeat(tiles, TILE, -1)[..., : shape.n], s.shape)
-        self.exact, self.low = R.attend(s, values, kept)[0], R.low_precision(some, keys, values, kept)[0]
-
-    def __call__(self, result: Any) -> Comparison:
-        o, lse = result
-        check_written(self.torch, o, lse)
-        return compare(rounded(o[:1, self.heads].float().cpu().numpy(), "float16"), self.exact, self.low)
-
-
-def _on_host(x: Any, element: str) -> np.ndarray:
-    """A tensor as a NumPy array of its own 16-bit type."""
-    return rounded(x.float().cpu().numpy(), element)
-
-
-def _left_out(tile_map: Any, shape: Any, tiles: Any, vote: str) -> float:
+def _left_out(tile_map: Any, shape: Any, tile: _Tile) -> float:
     """The share of visible tiles whose products with V were not made."""
-    rows = unit_rows(tiles, vote)
     visible = np.repeat(
-        R.visible_blocks(shape.m, shape.n, tiles.bm, tiles.bn, shape.causal), tiles.bm // rows, 0
+        R.visible_blocks(shape.m, shape.n, tile.rows, tile.keys, shape.causal), tile.rows // tile.unit, 0
     )[: tile_map.shape[2]].sum() * shape.batch * shape.heads  # fmt: skip
     return float(1 - int((tile_map == COMPUTED).sum()) / max(1, visible))
 

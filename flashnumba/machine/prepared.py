@@ -93,23 +93,20 @@ class Prepared:
             run_on_copies(self, grid, block, args, 0 if stream is None else stream_handle(stream))
 
     def fixed(self, grid: Any, block: Any, args: tuple[Any, ...]) -> Fixed:
-        """This launch with everything but its arrays' addresses as it is now.
+        """This launch with everything but its arrays' addresses, and those that its tensor maps lie at, as it is now.
 
         Raises:
-            TypeError, ValueError: as a launch; and for an argument whose address is not all there is to it: a tensor
-                map, or an array in host memory.
+            TypeError, ValueError: as a launch; and for an array in host memory, also one of a tensor map.
         """
         sizes, frame = self._sizes(grid, block), Frame(self.parameters)
-        for place, arg in zip(self.parameters, args, strict=False):
-            if arg.__class__ is TensorMap:
-                raise TypeError(f"{place.name} is a tensor map, which holds an address of its own; launch it as it is")
         try:
             self._write(frame, args)
         except OnHost:
             raise ValueError(
                 f"{self.kernel.__name__} was given arrays in host memory; addresses on a GPU can be exchanged"
             ) from None
-        return Fixed(self, sizes, bytes(frame.buffer))
+        maps = {i: args[i] for i in self._maps if args[i].__class__ is TensorMap}
+        return Fixed(self, sizes, bytes(frame.buffer), maps)
 
     def _write(self, frame: Frame, args: tuple[Any, ...]) -> tuple[str | None, int | None]:
         """Bring the buffer up to date; return the arrays' kind and the stream that one of them names.
@@ -276,12 +273,21 @@ class Fixed:
     """A launch of which only the addresses of its arrays change from call to call: see :meth:`Prepared.fixed`.
 
     It checks nothing: who calls it answers for arrays of the same type, shape, strides and device as those before, at
-    addresses that the kernel's loads allow.
+    addresses that the kernel's loads allow. A tensor map counts as the array that it is of.
     """
 
-    def __init__(self, prepared: Prepared, sizes: tuple[int, ...] | None, written: bytes) -> None:
+    def __init__(
+        self, prepared: Prepared, sizes: tuple[int, ...] | None, written: bytes, maps: dict[int, TensorMap]
+    ) -> None:  # fmt: skip
         self._prepared, self._sizes, self._written = prepared, sizes, written
-        self._places = tuple(p.at + 4 for p in prepared.parameters if p.array is not None)
+        places: list[tuple[int, _Moved | None]] = []
+        for parameter in prepared.parameters:
+            if parameter.array is not None:
+                places.append((parameter.at + 4, None))
+            elif parameter.index in maps:
+                places.append((parameter.at, _Moved(maps[parameter.index])))
+        self._places = tuple(places)
+        self._mapped = bool(maps)
         self._threads = threading.local()
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
@@ -291,10 +297,14 @@ class Fixed:
         threads.frame = None  # as in Prepared: a finaliser must find another buffer
         try:
             words = frame.words
-            for place, address in zip(self._places, addresses, strict=True):
-                words[place] = address
+            for (place, moved), address in zip(self._places, addresses, strict=True):
+                words[place] = address if moved is None else moved[address]
             if self._sizes is not None:
                 self._prepared._go(self._sizes, stream, frame)
+                if self._mapped and self._prepared._capturing(stream):
+                    for (_, moved), address in zip(self._places, addresses, strict=True):
+                        if moved is not None:
+                            moved.maps[address].pin()
         finally:
             threads.frame = frame
 
@@ -302,3 +312,22 @@ class Fixed:
         frame = Frame(self._prepared.parameters)
         frame.buffer[:] = self._written
         return frame
+
+
+class _Moved(dict[int, int]):
+    """By the address of an array, that of its encoded tensor map, for arrays like one another; those last used stay."""
+
+    capacity = 256
+
+    def __init__(self, like: TensorMap) -> None:
+        super().__init__()
+        self._like = like.moved(like.found.pointer)  # which does not keep the array
+        self.maps: dict[int, TensorMap] = {}
+
+    def __missing__(self, address: int) -> int:
+        made = self._like.moved(address)
+        if len(self) >= self.capacity:
+            self.clear()
+            self.maps = {}  # what kernels under way have been given is freed when these are done
+        self.maps[address], self[address] = made, made.device_address
+        return made.device_address

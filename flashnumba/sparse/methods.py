@@ -42,8 +42,9 @@ def blasst_attention(
     Args:
         q, k, v, causal, scale: as :func:`flashnumba.attention.attention`; float16 or bfloat16.
         threshold: weights below this part of the row's greatest may be left out, 0 <= threshold < 1; 0 leaves out
-            nothing, and is ``flash_forward.mma`` with tiles of 64 keys bit for bit: from a head dimension of 65 on
-            that is what ``attention`` launches on most GPUs. It should go down as 1 / N.
+            nothing, and is the dense kernel bit for bit: on sm_90 ``flash_forward.wgmma`` for arrays that it takes;
+            elsewhere ``flash_forward.mma`` with tiles of 64 keys, which from a head dimension of 65 on is what
+            ``attention`` launches on most GPUs. It should go down as 1 / N.
         target_sparsity: instead of a threshold, the share of tiles to leave out: by ``calibration``.
         calibration: of :func:`flashnumba.sparse.calibrate`; :data:`flashnumba.sparse.PUBLISHED` if None, which are
             another model's.
@@ -74,17 +75,28 @@ def blasst_attention(
         chosen = calibration or PUBLISHED["decode" if decoding else "prefill"]
         threshold = chosen.threshold(target_sparsity, shape.n)
     limit = limit_for(threshold)
+    from flashnumba.stages.sparsity import wgmma
+
+    warpgroups = wgmma.takes(shape) and not decoding
+    rows, keys = wgmma.tile_of(shape) if warpgroups else (ROWS, KEYS)
 
     def plan() -> Plan:
         from flashnumba.stages.sparsity.decode import plan_decode
         from flashnumba.stages.sparsity.mma import plan_skip
 
-        return plan_decode(shape, noted=return_info) if decoding else plan_skip(shape, vote="block", noted=return_info)
+        if decoding:
+            return plan_decode(shape, noted=return_info)
+        if warpgroups:
+            return wgmma.plan_blasst(shape, noted=return_info)
+        return plan_skip(shape, vote="block", noted=return_info)
 
     def by_numpy(reference: Any) -> Any:
-        return reference.skip(scores(problem, reference), ROWS, KEYS, threshold), ROWS, False
+        return reference.skip(scores(problem, reference), rows, keys, threshold), rows, False
 
-    return run(problem, plan, by_numpy, {"limit": limit}, backend, return_info, "block", threshold or 0.0, decoding)
+    return run(
+        problem, plan, by_numpy, {"limit": limit}, backend, return_info, "block", threshold or 0.0, decoding, rows,
+        keys, warpgroups,
+    )  # fmt: skip
 
 
 def warp_skip_attention(

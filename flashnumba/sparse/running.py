@@ -146,10 +146,11 @@ def scores(problem: Heads, reference: Any) -> Any:
 
 def run(
     problem: Heads, plan: Callable[[], Any], by_numpy: Callable[[Any], Any], given: dict[str, Any], backend: str,
-    return_info: bool, vote: str, threshold: float, decoding: bool, rows: int = ROWS,
-    keys: int = KEYS,
+    return_info: bool, vote: str, threshold: float, decoding: bool, rows: int = ROWS, keys: int = KEYS,
+    as_said: bool = False,
 ) -> Any:  # fmt: skip
-    """Launch, or compute with NumPy; o, or (o, info)."""
+    """Launch, or compute with NumPy; o, or (o, info). Tiles of the map are of ``rows`` and ``keys`` in NumPy, and in
+    kernels too if ``as_said``; else those that :func:`flashnumba.stages.sparsity.mma.sparse_tiles` makes of them."""
     import numpy as np
 
     from flashnumba.stages.sparsity import mma
@@ -174,6 +175,8 @@ def run(
 
     if decoding:
         tile = decode_tiles(shape.d, shape.m * shape.group).bm, TILE
+    elif as_said:
+        tile = rows, keys
     else:
         tiles = mma.sparse_tiles(shape, rows, keys)
         tile = unit_rows(tiles, vote), tiles.bn

@@ -8,7 +8,7 @@ what is new and launches; of the arrays it only needs the addresses.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ class Recipe:
     """
 
     new: tuple[Callable[[], Any], ...]
-    launches: tuple[tuple[Fixed | Mapped, tuple[int, ...]], ...]
+    launches: tuple[tuple[Fixed, tuple[int, ...]], ...]
     stream: Callable[[], int]
     returns: int | tuple[int, ...]
     room: Callable[[], Any] | None = None
@@ -60,24 +60,6 @@ class Recipe:
         if self.returns.__class__ is int:
             return arrays[self.returns]
         return tuple([arrays[place] for place in self.returns])
-
-
-class Mapped:
-    """A launch of which only the addresses change that its tensor maps, its arrays, lie at; as
-    :class:`flashnumba.machine.prepared.Fixed` is called. A map at a new address is encoded, and found again later."""
-
-    def __init__(self, ready: Any, grid: int, threads: int, args: tuple[Any, ...]) -> None:
-        from flashnumba.machine.tensor_map import TensorMap
-
-        self._ready, self._grid, self._threads = ready, grid, threads
-        self._args = [arg.moved(arg.found.pointer) if isinstance(arg, TensorMap) else arg for arg in args]
-        self._places = [i for i, arg in enumerate(args) if isinstance(arg, TensorMap)]
-
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        args = list(self._args)
-        for place, address in zip(self._places, addresses, strict=True):
-            args[place] = args[place].moved(address)
-        self._ready(self._grid, self._threads, tuple(args), stream)
 
 
 class Recipes:
@@ -167,15 +149,19 @@ def _reach(tensor: Any) -> int:
 # -- attention ---------------------------------------------------------------------------------------------------------
 def of_heads(heads: heads.Heads, plan: heads.Plan, return_lse: bool) -> Recipe | None:
     """The recipe ``(q, k, v) -> o`` or ``(o, lse)`` of a plan that was run; None unless on torch tensors on a GPU."""
-    from flashnumba.stages.heads import SCRATCH, prepared
+    from flashnumba.stages.heads import SCRATCH, map_of, maps_for, prepared
 
     if heads.found.kind != "torch-cuda":
         return None
     results = dict(zip(("o", "lse"), heads.results, strict=True))
     scratch = {name: (shape, SCRATCH[name][0]) for name, shape in plan.scratch.items()}
     known = {**heads.arrays, "scale": heads.scale, "causal": int(heads.shape.causal)}
+    for one in plan.launches:
+        known |= maps_for(one, heads.arrays, heads.shape.element)
     ready = [(prepared(one, heads.shape.element, "cuda", heads.device), one) for one in plan.launches]
-    return _of_plan(("q", "k", "v"), results, scratch, known, ready, heads.device, (3, 4) if return_lse else 3)
+    mapped = {map_of(name): name for name in "qkvo"}
+    given, returns = ("q", "k", "v"), (3, 4) if return_lse else 3
+    return _of_plan(given, results, scratch, known, ready, heads.device, returns, mapped)
 
 
 def of_backward(made: Backward, plan: heads.Plan) -> Recipe | None:
@@ -226,7 +212,6 @@ def _of_plan(
         known: arrays and scalars, by the names that launches have for them.
         mapped: of tensor maps, and of other views, which array's they are.
     """
-    from flashnumba.machine.tensor_map import TensorMap
 
     torch, place = sys.modules["torch"], next(iter(results.values())).device
     shapes = {name: (result.shape, result.dtype) for name, result in results.items()}
@@ -247,9 +232,7 @@ def _of_plan(
     for prepared, launch in ready:
         args = tuple(known[name] for name in launch.args)
         arrays = [places[mapped.get(name, name)] for name in launch.args if mapped.get(name, name) in places]
-        maps = any(arg.__class__ is TensorMap for arg in args)
-        fixed = Mapped(prepared, launch.grid, launch.threads, args) if maps else None
-        launches.append((fixed or prepared.fixed(launch.grid, launch.threads, args), arrays))
+        launches.append((prepared.fixed(launch.grid, launch.threads, args), arrays))
     recipe = _recipe(new.values(), launches, device, returned)
     return replace(recipe, room=_empty((end // 4,), torch.float32, place), offsets=tuple(offsets)) if apart else recipe
 

@@ -10,7 +10,7 @@ A stage gives a *plan*: which kernels to launch for a :class:`Shape`, their argu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -22,11 +22,12 @@ from flashnumba.machine.arrays import Described, describe, empty_like_kind, host
 from flashnumba.machine.function import Kernel
 from flashnumba.machine.numba import types
 from flashnumba.machine.streams import stream_handle
+from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.stages.host import check_machine, finish, library_stream, machine_of, refuse_gradients
 from flashnumba.tiles.elements import ITEMSIZE
 
-__all__ = ["ARGUMENTS", "MOST_D", "SCRATCH", "Heads", "Launch", "Plan", "Shape", "forward", "prepare_heads",
-           "signature"]  # fmt: skip  # fmt: skip
+__all__ = ["ARGUMENTS", "MOST_D", "SCRATCH", "Heads", "Launch", "Plan", "Shape", "forward", "map_of",
+           "maps_for", "prepare_heads", "signature"]  # fmt: skip
 
 MOST_D = 256
 """Largest head dimension."""
@@ -53,6 +54,8 @@ class Shape:
             reverse or more than :data:`MOST_APART` bytes apart.
         arch: compute capability it runs on.
         multiprocessors: of the GPU.
+        mapped: the copy engine of sm_90 takes q, k and v as they lie: ``vector`` is 16, none is empty, and other axes
+            than the last are walked upwards, none of more than one entry by steps of 0.
         scaled: of 8-bit elements alone: which scales they have, of :data:`flashnumba.tiles.descale.SCALED`.
     """
 
@@ -67,6 +70,7 @@ class Shape:
     vector: int = 16
     arch: str = "90a"
     multiprocessors: int = EMULATED_MULTIPROCESSORS
+    mapped: bool = True
     scaled: str = ""
 
     @property
@@ -77,13 +81,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a plan. ``args`` are names: of :data:`ARGUMENTS`, or of the plan's scratch arrays."""
+    """One kernel of a plan. ``args`` are names: of :data:`ARGUMENTS`, of the plan's scratch arrays, or, by
+    :func:`map_of`, of tensor maps of the arrays in ``boxes``, each with the box that the copy engine moves at once."""
 
     kernel: Kernel
     grid: int
     threads: int
     shared: int = 0
     args: tuple[str, ...] = ARGUMENTS
+    boxes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,13 +139,24 @@ class Heads:
                         "split the batch"
                     )
                 ready = prepared(launch, self.shape.element, self.machine, self.device)
-                ready(launch.grid, launch.threads, tuple(known[name] for name in launch.args), self.stream)
+                given = known | maps_for(launch, known, self.shape.element)
+                ready(launch.grid, launch.threads, tuple(given[name] for name in launch.args), self.stream)
         return self.finish()
 
     def finish(self) -> tuple[Any, Any]:
         """The results as the caller gets them."""
         o, lse = (finish(result, self.found, self.stream) for result in self.results)
         return o, lse
+
+
+def map_of(name: str) -> str:
+    """The name of an array's tensor map among the arguments of a launch."""
+    return f"{name} map"
+
+
+def maps_for(launch: Launch, arrays: Mapping[str, Any], element: str) -> dict[str, TensorMap]:
+    """The tensor maps of a launch, by the names that its arguments have for them."""
+    return {map_of(name): TensorMap(arrays[name], box, element=element, name=name) for name, box in launch.boxes}
 
 
 def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...]:
@@ -153,6 +170,7 @@ def signature(element: str, args: tuple[str, ...] = ARGUMENTS) -> tuple[Any, ...
         known["o"] = types.Array(types.uint16, 4, "A")
         known |= {f"{name}_descale": types.Array(types.float32, 3, "A") for name in "qkv"}
     known |= {"lse": types.Array(types.float32, 3, "C"), "scale": types.float32, "causal": types.int32}
+    known |= {map_of(name): types.uint64 for name in "qkvo"}
     known |= {"trace": types.Array(types.uint32, 3, "C")}  # of a kernel that leaves marks
     known |= {name: types.Array(getattr(types, kind), rank, "C") for name, (kind, rank) in SCRATCH.items()}
     return tuple(known[a] for a in args)
@@ -269,7 +287,10 @@ def check(q: Described, k: Described, v: Described, *, causal: bool) -> Shape:
         raise ValueError(
             f"q has {heads} heads and k has {kv_heads}; the number of heads of k and v must divide that of q"
         )
-    return Shape(q.element, batch, heads, kv_heads, m, n, d, bool(causal), widest(q, k, v))
+    return Shape(
+        q.element, batch, heads, kv_heads, m, n, d, bool(causal), vector := widest(q, k, v),
+        mapped=vector == 16 and mappable(q, k, v),
+    )  # fmt: skip
 
 
 def check_scale(scale: Any, d: int, name: str = "scale") -> float:
@@ -311,6 +332,14 @@ def widest(*arrays: Described) -> int:
         for n, stride in outer:
             odd |= stride if n > 1 else 0
     return odd & -odd
+
+
+def mappable(*arrays: Described) -> bool:
+    """Whether tensor maps take arrays whose rows are vectors of 16 bytes: :mod:`flashnumba.machine.tensor_map`."""
+    return all(
+        n and (n == 1 or 0 < stride < 1 << 40)
+        for array in arrays for n, stride in zip(array.shape, array.strides, strict=True)
+    )  # fmt: skip
 
 
 def _view(array: Any, found: Described, rank: int) -> Any:

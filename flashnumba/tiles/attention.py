@@ -44,7 +44,7 @@ from flashnumba.machine.numba import cuda, float32, int32, uint32
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.online import LOG2_E, NOTHING
 from flashnumba.tiles.reduce import lanes_max, lanes_sum
-from flashnumba.tiles.sizes import ALIGNMENT, NATURAL, AttentionTiles, Order  # noqa: F401 (SLA has ALIGNMENT from here)
+from flashnumba.tiles.sizes import NATURAL, AttentionTiles, Order
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 
@@ -73,6 +73,8 @@ class Steps(NamedTuple):
             are then ``s factor + bias``, where nothing visible counts as a maximum of 0.
         tops: ``(tops, s)``: the maximum of the lane's own columns of each row, ``[2 frags]``.
         raise_to: ``(s, acc, m, l, bias, factor, tops)``: :attr:`raise_maximum` for who has those already.
+        new_maximum: ``(s, m, bias, alpha, factor, tops) -> risen``: the same, but that acc and l are left as they are:
+            they want ``alpha``, ``[2 frags]``, which is 1 in all rows of the lane unless ``risen``.
         exponentials: ``(p, s, l, bias, factor, k)``: the weights of keys 16 k .. 16 k + 15 into ``p[frags * 4 k
             ...]``, packed as an A operand; l grows.
         multiply_pv: ``(acc, p, v_lane, k)``: O += P V for these keys.
@@ -96,6 +98,7 @@ class Steps(NamedTuple):
     total: DeviceFunction
     tops: DeviceFunction
     raise_to: DeviceFunction
+    new_maximum: DeviceFunction
 
 
 @device
@@ -249,8 +252,7 @@ def make_steps(
         raise_to(s, acc, m, l, bias, factor, None)
 
     @device
-    def raise_to(s, acc, m, l, bias, factor, tops):
-        alpha = cuda.local.array(rows, float32)
+    def new_maximum(s, m, bias, alpha, factor, tops):
         risen, far = False, False
         for f in range(frags):
             for half in range(2):
@@ -270,6 +272,12 @@ def make_steps(
                 s[i] -= seen(m[2 * (i // (4 * n_groups)) + i // 2 % 2])
             for r in range(rows):
                 bias[r] = float32(0)
+        return risen
+
+    @device
+    def raise_to(s, acc, m, l, bias, factor, tops):
+        alpha = cuda.local.array(rows, float32)
+        risen = new_maximum(s, m, bias, alpha, factor, tops)
         if lazy:
             if vote_any(risen):
                 rescale(acc, l, alpha)
@@ -300,7 +308,7 @@ def make_steps(
     softmax_pv = make_softmax_pv(tiles, raise_maximum, exponentials, multiply_pv)
     return Steps(
         q_lane, k_lane, v_lane, clear, negate_q, load_q, multiply_qk, flatten, mask, raise_maximum, exponentials,
-        multiply_pv, softmax_pv, quad_sum, find_tops, raise_to,
+        multiply_pv, softmax_pv, quad_sum, find_tops, raise_to, new_maximum,
     )  # fmt: skip
 
 

@@ -52,10 +52,10 @@ BARRIER = 1
 
 
 @cache
-def make_needs(tiles: AttentionTiles, broken: str = "") -> DeviceFunction:
+def make_needs(tiles: AttentionTiles, broken: str = "", *, together: bool = True) -> DeviceFunction:
     """``needs(tops, m, factor, limit) -> bool``: whether some row of the warp needs the tile, the same in all lanes.
 
-    ``tops`` are of :attr:`flashnumba.tiles.attention.Steps.tops`.
+    ``tops`` are of :attr:`flashnumba.tiles.attention.Steps.tops`. Not ``together``: whether some row of the lane does.
     """
     rows = 2 * tiles.frags
     wide, unscaled, first = broken == "tile_wide", broken == "unscaled", broken == "first"
@@ -73,7 +73,7 @@ def make_needs(tiles: AttentionTiles, broken: str = "") -> DeviceFunction:
             if unscaled:
                 factor = float32(1)
             needed = needed or not ((top - high) * factor < limit)
-        return vote_any(needed)
+        return vote_any(needed) if together else needed
 
     return needs
 

@@ -33,3 +33,16 @@ def test_decoding_beside_the_dense_kernel(monkeypatch):
     for m in size.measured:
         assert m.error <= m.budget and not m.note, m
     assert size.measured[1].figures["skipped"] == 0 < size.measured[2].figures["skipped"]
+
+
+def test_warpgroups_beside_their_dense_kernel(monkeypatch):
+    monkeypatch.setattr(sparsity, "HALVINGS", 2)
+    problem = Problem("float16", 1, 1, 300, 64)
+    size = sparsity.measure_warpgroups(problem, targets=(0.0, 0.5), clock=HostClock(), machine="emulator")
+    cudnn, dense, nothing, skipping = size.measured
+    assert [m.name for m in (dense, nothing, skipping)] == [
+        sparsity.WARPGROUPS, "blasst_wgmma, 0%", "blasst_wgmma, 50%",
+    ]  # fmt: skip
+    assert cudnn.note and size.about["tier"] == "wgmma" and nothing.figures["skipped"] == 0
+    assert all(not m.note and m.error <= m.budget for m in (dense, nothing, skipping))
+    assert skipping.figures["of_dense"] == dense.seconds / skipping.seconds

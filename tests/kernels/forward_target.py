@@ -17,12 +17,12 @@ import numpy as np
 
 from flashnumba.stages.causal_balance import mma as causal_balance
 from flashnumba.stages.chained_gemm import mma as chained_gemm
-from flashnumba.stages.flash_forward import mma, simt
+from flashnumba.stages.flash_forward import mma, simt, wgmma
 from flashnumba.stages.staged_buffers import mma as staged_buffers
 from tests.stages.flash_forward.attention_cases import LAYOUTS, normal, right, run
 
 PLANS = {
-    "flash_forward": {**simt.PLANS, **mma.PLANS},
+    "flash_forward": {**simt.PLANS, **mma.PLANS, **wgmma.PLANS},
     "chained_gemm": chained_gemm.PLANS,
     "staged_buffers": staged_buffers.PLANS,
     "causal_balance": causal_balance.PLANS,

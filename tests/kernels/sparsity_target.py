@@ -20,7 +20,8 @@ import ml_dtypes
 import numpy as np
 
 from flashnumba.compare import compare
-from flashnumba.stages.sparsity import decode, mma, sla
+from flashnumba.machine import gpu
+from flashnumba.stages.sparsity import decode, mma, sla, wgmma
 from flashnumba.stages.sparsity import reference as R
 from flashnumba.stages.sparsity import sla_reference as reference
 from flashnumba.stages.sparsity.problem import limit_of
@@ -37,7 +38,9 @@ def by_tiles(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tuple[
     qkv = data(m, n, d, heads=2, kv_heads=1, dtype=dtype, stretch=(128, 64))
     mask = np.random.default_rng(1).random((1, 2, -(-m // 128), -(-n // 64))) < 0.6
     guess = {"alike": 0.3, "sink": 1}
+    hopper = d % 8 == 0 and (machine == "emulator" or gpu.device_arch() == "90a")
     for name, plan, given in (
+        *([("blasst_wgmma", wgmma.plan_blasst, {})] if hopper else []),
         ("blasst", partial(mma.plan_skip, vote="block"), {}),
         ("warp_skip", partial(mma.plan_skip, vote="warp"), {}),
         ("warp_skip_sum", partial(mma.plan_skip, vote="warp", keep_sum=True), {}),

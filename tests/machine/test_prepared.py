@@ -298,8 +298,53 @@ def test_what_a_fixed_launch_does_not_take(monkeypatch):
         run.fixed(1, 32, (x, rows, 2.5))
     with pytest.raises(ValueError, match="block is 65, 65 threads"):
         run.fixed(1, 65, (x, rows, 2.5, 7))
-    with pytest.raises(TypeError, match="x is a tensor map, which holds an address of its own"):
+    with pytest.raises(TypeError, match="x is a TensorMap; it must be a NumPy"):
         run.fixed(1, 32, (object.__new__(TensorMap), rows, 2.5, 7))
+
+
+@kernel(threads=64, arch="90")
+def rows_and_maps(x, first, count, second):
+    x[0, 0] = float32(count)
+
+
+def test_a_fixed_launch_exchanges_the_arrays_of_tensor_maps(monkeypatch, encoded):
+    signature = (types.Array(float32, 2, "C"), uint64, int64, uint64)
+    driver, run = ready(monkeypatch, rows_and_maps, signature, "QQqqQqqqq" + "QqQ")
+    x, first, second = (gpu_array(4096 * i, np.float32, (4, 32)) for i in (1, 2, 3))
+    again = run.fixed(2, 32, (x, TensorMap(first, (4, 32)), 7, TensorMap(second, (2, 32))))
+    for addresses in ((4096, 8192, 12288), (16, 32, 48), (4096, 48, 32), (16, 32, 48)):
+        again(addresses, 5)
+    found = [(values[4], encoded[values[-3]], values[-2], encoded[values[-1]]) for *_, values in driver.launches]
+    assert found == [(4096, 8192, 7, 12288), (16, 32, 7, 48), (4096, 48, 7, 32), (16, 32, 7, 48)]
+    assert driver.launches[1] == driver.launches[3], "a map at an address seen before is found again"
+    boxes = driver.launches[1][-1][-3], driver.launches[2][-1][-1]
+    assert encoded[boxes[0]] == encoded[boxes[1]] == 32 and boxes[0] != boxes[1], "of the same array, with another box"
+    with pytest.raises(ValueError, match="shorter"):
+        again((4096, 8192), 5)
+
+
+def test_a_fixed_launch_forgets_tensor_maps_but_not_those_of_a_graph(monkeypatch, encoded):
+    signature = (types.Array(float32, 2, "C"), uint64, int64, uint64)
+    driver, run = ready(monkeypatch, rows_and_maps, signature, "QQqqQqqqq" + "QqQ")
+    x, first, second = (gpu_array(4096 * i, np.float32, (4, 32)) for i in (1, 2, 3))
+    monkeypatch.setattr(prepared._Moved, "capacity", 2)
+    pinned = []
+    monkeypatch.setattr(TensorMap, "pin", lambda tensor: pinned.append(tensor.found.pointer))
+    again = run.fixed(2, 32, (x, TensorMap(first, (4, 32)), 7, TensorMap(second, (4, 32))))
+    for i in range(1, 6):
+        again((16 * i, 32 * i, 48 * i), 5)
+    assert not pinned
+    again((16, 32, 48), 99)  # this stream is being captured
+    assert pinned == [32, 48]
+    assert [encoded[values[-1]] for *_, values in driver.launches] == [48, 96, 144, 192, 240, 48]
+
+
+def test_a_fixed_launch_takes_no_tensor_map_of_host_memory(monkeypatch):
+    signature = (types.Array(float32, 2, "C"), uint64, int64, uint64)
+    _, run = ready(monkeypatch, rows_and_maps, signature, "QQqqQqqqq" + "QqQ")
+    on_host = TensorMap(np.zeros((4, 32), np.float32), (4, 32))
+    with pytest.raises(ValueError, match="rows_and_maps was given arrays in host memory"):
+        run.fixed(1, 32, (gpu_array(4096, np.float32, (4, 32)), on_host, 7, on_host))
 
 
 def test_host_and_gpu_arrays_do_not_mix(monkeypatch):

@@ -134,7 +134,12 @@ def sparsity(
     places = [
         Place(title_of(p), partial(benchmark.measure, p, names=of, clock=Clock(runs)))
         for p, of in asked
-        if set(of) - {"sla"}
+        if set(of) - {"sla", "blasst_wgmma"}
+    ]
+    places += [
+        Place(f"warpgroups, {title_of(p)}", partial(benchmark.measure_warpgroups, p, clock=Clock(runs)))
+        for p, of in asked
+        if "blasst_wgmma" in of
     ]
     for batch, n in _steps(decode):
         step = benchmark.DecodeProblem(batch=batch, n=n)
@@ -146,8 +151,8 @@ def sparsity(
         if "sla" in (names or benchmark.names_for(p))
     ]
     columns = [Column("ms", "seconds", 1e3), Column("skipped %", "skipped", 100, 1)]
-    columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("critical %", "critical", 100)]
-    measure_all(places, columns, out, found, seconds)
+    columns += [Column("of dense", "of_dense"), Column("of ideal", "of_ideal"), Column("of cuDNN", "of_cudnn")]
+    measure_all(places, [*columns, Column("critical %", "critical", 100)], out, found, seconds)
 
 
 def mla(

@@ -22,20 +22,21 @@ POLLS = 1000  # polls in vain, while nothing else in the launch happens, after w
 
 # -- bar.sync, bar.arrive ---------------------------------------------------------------------------------------------
 class _Named:
-    __slots__ = ("arrived", "count", "parked")
+    __slots__ = ("any", "arrived", "came", "count", "parked", "votes")
 
-    def __init__(self, count: int):
-        self.count = count
+    def __init__(self, count: int, votes: bool):
+        self.count, self.votes, self.any = count, votes, False
         self.arrived: list[tuple[Thread, np.ndarray]] = []  # with what each had published
+        self.came: set[int] = set()  # their numbers
         self.parked: list[Thread] = []
 
     def who(self) -> str:
         return f"threads {faults.ranges(t.tid for t, _ in self.arrived)}"
 
 
-def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
+def named_barrier(thread: Thread, number: int, count: int, wait: bool, vote: bool | None = None) -> bool:
     """``bar.sync`` (wait) or ``bar.arrive``: complete when ``count`` threads have come, whichever of the two they
-    used."""
+    used. Or ``bar.red``, if all have a vote: whether one of them is true."""
     thread.flush()
     block = thread.block
     if not 0 <= number < 16:
@@ -51,11 +52,17 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
         )
     barrier = block.named.get(number)
     if barrier is None:
-        barrier = block.named[number] = _Named(count)
+        barrier = block.named[number] = _Named(count, vote is not None)
     elif barrier.count != count:
         raise thread.fault(
             faults.BarrierMismatch,
             f"named barrier {number} with {count} threads here, with {barrier.count} where {barrier.who()} came to it",
+        )
+    if barrier.votes != (vote is not None):
+        raise thread.fault(
+            faults.BarrierMismatch,
+            f"named barrier {number} {'without' if barrier.votes else 'with'} a vote here, and "
+            f"{'with' if barrier.votes else 'without'} one where {barrier.who()} came to it",
         )
     if number == 0 and block.arrived:
         raise thread.fault(
@@ -63,13 +70,15 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
             f"named barrier 0 is that of syncthreads(), where threads {faults.ranges(t.tid for t in block.arrived)} "
             f"wait",
         )
-    if any(t is thread for t, _ in barrier.arrived):
+    if thread.tid in barrier.came:
         raise thread.fault(
             faults.BarrierMismatch,
             f"thread {thread.tid} comes to named barrier {number} a second time before all {count} threads have "
             f"come once",
         )
     barrier.arrived.append((thread, thread.published()))
+    barrier.came.add(thread.tid)
+    barrier.any = barrier.any or bool(vote)
     thread.tick()
     if wait:
         barrier.parked.append(thread)
@@ -83,6 +92,7 @@ def named_barrier(thread: Thread, number: int, count: int, wait: bool) -> None:
         block.release(barrier.parked)
     elif wait:
         thread.wait(_NamedWait(number, barrier))
+    return barrier.any
 
 
 class _NamedWait:

@@ -8,7 +8,15 @@ from typing import Any
 from flashnumba.machine.emulator.barriers import change_registers, named_barrier
 from flashnumba.machine.instruction import Instruction, Scalar, instruction
 
-__all__ = ["bar_arrive", "bar_sync", "fence_mbarrier_init", "fence_proxy_async", "setmaxnreg_dec", "setmaxnreg_inc"]
+__all__ = [
+    "bar_arrive",
+    "bar_red_or",
+    "bar_sync",
+    "fence_mbarrier_init",
+    "fence_proxy_async",
+    "setmaxnreg_dec",
+    "setmaxnreg_inc",
+]
 
 _BARRIER = (Scalar("barrier", "i32"), Scalar("count", "i32"))
 
@@ -26,6 +34,21 @@ def bar_sync(thread: Any, barrier: int, count: int) -> None:
 def bar_arrive(thread: Any, barrier: int, count: int) -> None:
     """Count as come to a named barrier without waiting: the signalling half of a producer and consumer pair."""
     named_barrier(thread, int(barrier), int(count), wait=False)
+
+
+@instruction(
+    "bar_red_or",
+    "{ .reg .pred p, q; setp.ne.b32 p, %predicate, 0; bar.red.or.pred q, %barrier, %count, p; "
+    "selp.b32 %result, 1, 0, q; }",
+    (*_BARRIER, Scalar("predicate", "pred")),
+    returns="pred",
+    group="warp",
+    effect="control",
+)
+def bar_red_or(thread: Any, barrier: int, count: int, predicate: Any) -> bool:
+    """``bar_sync`` of ``count`` threads that each bring a predicate; returns whether it is true of one of them. All of
+    them have to come by this instruction."""
+    return named_barrier(thread, int(barrier), int(count), wait=True, vote=bool(predicate))
 
 
 @instruction("fence_proxy_async", "fence.proxy.async.shared::cta;", arch="90", effect="control")

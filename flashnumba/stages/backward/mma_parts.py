@@ -25,7 +25,7 @@ from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.tiles.attention import Steps, make_steps
 from flashnumba.tiles.copy_tile import copies_ahead, make_copy_tile, make_waiting
 from flashnumba.tiles.elements import vectors
-from flashnumba.tiles.rows import address_of, make_store  # noqa: F401 (SLA has address_of from here)
+from flashnumba.tiles.rows import make_store
 
 __all__ = ["Parts", "make_parts"]
 

@@ -27,9 +27,9 @@ PICTURED = Shape("float16", 1, 1, 1, 4096, 4096, 64)
 
 def plans() -> dict[str, Planner]:
     """The planner of each kernel of this stage, by name."""
-    from flashnumba.stages.flash_forward import mma, simt
+    from flashnumba.stages.flash_forward import mma, simt, wgmma
 
-    return {**simt.PLANS, **mma.PLANS}
+    return {**simt.PLANS, **mma.PLANS, **wgmma.PLANS}
 
 
 def case(name: str, q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool) -> Case:
@@ -102,6 +102,13 @@ def moved_by_mma(shape: Shape) -> count.Moved:
     return count.fused(shape, tiles.bm, tiles.bn)
 
 
+def moved_by_wgmma(shape: Shape) -> count.Moved:
+    from flashnumba.tiles.specialised_tiles import tiles_for
+
+    tiles = tiles_for(shape.d, shape.n)
+    return count.fused(shape, tiles.bm, tiles.bn)
+
+
 def moved_by_split(shape: Shape) -> count.Moved:
     from flashnumba.stages.flash_forward.split import plan_split, tiles_for
 
@@ -118,7 +125,7 @@ def draw(results: Sequence[Result]) -> Figure:
     panels.draw_tiles(tiles, 1000, 1500, mma.bm, mma.bn)
     data = load_minilm()
     panels.draw_running(running, data.q[0, 2], data.k[0, 2], data.v[0, 2], 300)
-    of_each = {"not fused": count.unfused, "simt": moved_by_simt, "mma": moved_by_mma}
+    of_each = {"not fused": count.unfused, "simt": moved_by_simt, "mma": moved_by_mma, "wgmma": moved_by_wgmma}
     panels.draw_bytes(moved, {name: function(PICTURED) for name, function in of_each.items()})
     moved.set_title(f"device memory: one head of {PICTURED.m} x {PICTURED.n} x {PICTURED.d} {PICTURED.element}")
     figures.errors(errors, results, label=lambda r: f"{r.rung.name}, {r.case.size.replace(' float16', '')}")
@@ -147,6 +154,11 @@ STAGE = Stage(
         kernel(
             "mma", "mma", count.Traffic("QO+KV/tile", moved_by_mma),
             "tensor cores, softmax in registers, cp.async into swizzled tiles", "80", lambda shape: shape.m > FEW,
+        ),
+        kernel(
+            "wgmma", "wgmma", count.Traffic("QO+KV/tile", moved_by_wgmma),
+            "TMA, products of warpgroups, one warpgroup's softmax beside another's products", "90a",
+            lambda shape: shape.m > FEW,
         ),
         kernel(
             "split", "mma", count.Traffic("QKVO+parts", moved_by_split),

@@ -45,7 +45,8 @@ def limit_of(threshold: float) -> float:
 
 def signature(element: str, args: tuple[str, ...]) -> tuple[Any, ...]:
     """Numba types of a kernel's arguments, as :func:`flashnumba.stages.heads.signature`."""
-    known = dict(zip(ARGUMENTS, heads.signature(element), strict=True))
+    names = (*ARGUMENTS, *(heads.map_of(name) for name in "qkvo"))
+    known = dict(zip(names, heads.signature(element, names), strict=True))
     known |= {name: types.Array(getattr(types, kind), rank, "C") for name, (kind, rank) in ARRAYS.items()}
     known |= {name: types.int32 if kind is np.int32 else types.float32 for name, kind in SCALARS.items()}
     return tuple(known[name] for name in args)
@@ -91,9 +92,10 @@ def bind(problem: Heads, plan: Plan, given: Mapping[str, Any]) -> tuple[Callable
     steps = [
         (
             prepared(launch, problem.shape.element, problem.machine, problem.device), launch.grid, launch.threads,
-            tuple(known[name] for name in launch.args),
+            tuple((known | maps)[name] for name in launch.args),
         )
         for launch in plan.launches
+        for maps in (heads.maps_for(launch, known, problem.shape.element),)
     ]  # fmt: skip
 
     def call() -> None:

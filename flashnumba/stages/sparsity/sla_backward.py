@@ -29,13 +29,14 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import ld_global_b32, shared_address
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint8, uint32, uint64
 from flashnumba.stages.backward.mma_keys import make_key_steps
-from flashnumba.stages.backward.mma_parts import Parts, address_of, make_parts
+from flashnumba.stages.backward.mma_parts import Parts, make_parts
 from flashnumba.stages.backward.mma_tiles import Tiles
 from flashnumba.stages.sparsity.sla_pieces import head_of_keys, is_even, make_copy_rows, piece_of
 from flashnumba.stages.sparsity.sla_products import make_row_steps
 from flashnumba.stages.sparsity.sla_reference import BLOCK
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.online import LOG2_E
+from flashnumba.tiles.rows import address_of
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "dkdv_tiles", "dq_tiles", "make_dkdv", "make_dq"]
 

@@ -27,8 +27,9 @@ from flashnumba.stages.sparsity import sla_linear
 from flashnumba.stages.sparsity.sla_pieces import address_of, head_of_keys, is_even, make_copy_rows, piece_of
 from flashnumba.stages.sparsity.sla_products import WARPS
 from flashnumba.stages.sparsity.sla_reference import BLOCK
-from flashnumba.tiles.attention import ALIGNMENT, AttentionTiles, factor_of, log_sum, make_steps, seen
+from flashnumba.tiles.attention import factor_of, log_sum, make_steps, seen
 from flashnumba.tiles.rows import make_hide, make_store
+from flashnumba.tiles.sizes import ALIGNMENT, AttentionTiles
 
 __all__ = ["FAULTS", "forward_tiles", "make_attend"]
 

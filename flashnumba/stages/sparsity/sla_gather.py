@@ -36,10 +36,10 @@ from flashnumba.stages.gemm.waves import multiprocessors
 from flashnumba.stages.heads import Launch, Shape
 from flashnumba.stages.sparsity.sla_pieces import address_of, piece_of, width_of
 from flashnumba.stages.sparsity.sla_reference import BLOCK
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.copy_tile import make_copy_tile
 from flashnumba.tiles.forward import tier
 from flashnumba.tiles.operands import make_operand
+from flashnumba.tiles.sizes import ALIGNMENT
 from flashnumba.tiles.tensor import make_multiply
 from flashnumba.tiles.writeback import make_writeback
 

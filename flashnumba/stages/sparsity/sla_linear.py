@@ -29,7 +29,8 @@ from flashnumba.machine.instructions import (
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.stages.sparsity.sla_features import make_features
 from flashnumba.stages.sparsity.sla_pieces import address_of
-from flashnumba.tiles.attention import AttentionTiles, make_steps, share_of
+from flashnumba.tiles.attention import make_steps, share_of
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 

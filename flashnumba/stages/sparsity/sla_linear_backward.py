@@ -37,8 +37,8 @@ from flashnumba.stages.sparsity.sla_products import (
     make_store_state,
 )
 from flashnumba.stages.sparsity.sla_reference import BLOCK
-from flashnumba.tiles.attention import ALIGNMENT
 from flashnumba.tiles.elements import scalar
+from flashnumba.tiles.sizes import ALIGNMENT
 
 __all__ = ["FAULTS", "keys_shared", "make_add_up", "make_keys", "make_project", "make_rows", "project_shared",
            "rows_shared"]  # fmt: skip

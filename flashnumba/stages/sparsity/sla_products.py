@@ -25,11 +25,11 @@ from flashnumba.machine.instructions import (
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.stages.sparsity.sla_pieces import is_even
-from flashnumba.tiles.attention import AttentionTiles
 from flashnumba.tiles.elements import vectors
 from flashnumba.tiles.operands import make_operand
 from flashnumba.tiles.reduce import lanes_sum
 from flashnumba.tiles.rows import make_store
+from flashnumba.tiles.sizes import AttentionTiles
 from flashnumba.tiles.swizzle import swizzle
 from flashnumba.tiles.tensor import make_multiply
 

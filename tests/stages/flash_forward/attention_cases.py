@@ -280,7 +280,8 @@ def run(
     known |= {name: junk(size, heads.SCRATCH[name][0]) for name, size in planned.scratch.items()}
     scalars = {"scale": np.float32(scale), "causal": np.int32(case.causal)}
     for launch in planned.launches:
-        args = tuple(host_view(known[a]) if a in known else scalars[a] for a in launch.args)
+        given = scalars | heads.maps_for(launch, known, shape.element)
+        args = tuple(host_view(known[a]) if a in known else given[a] for a in launch.args)
         if machine == "cuda":
             ready = heads.prepared(launch, shape.element, machine, None)
             ready(launch.grid, launch.threads, args)

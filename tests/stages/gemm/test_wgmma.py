@@ -7,23 +7,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashnumba.machine import gpu
 from flashnumba.stages.gemm import wgmma
 from flashnumba.stages.gemm.problem import Shape
 from flashnumba.stages.gemm.warp_specialised import Tiles, make_wgmma
 from tests.stages.faults import seeds_for
 from tests.stages.gemm.products import MAJORS, TAILS, arch_on, caught, product
 
+pytestmark = pytest.mark.usefixtures("hopper")
 TINY = Tiles(128, 64, slots=2)
-
-
-@pytest.fixture(autouse=True)
-def _hopper(request):
-    """On a GPU these kernels need sm_90a."""
-    if "machine" in request.fixturenames and request.getfixturevalue("machine") == "cuda":
-        arch = gpu.device_arch()
-        if arch != "90a":
-            pytest.skip(f"this GPU is sm_{arch}")
 
 
 def padded(m, n, k, dtype=np.float16, a_major="k", b_major="n", arch="90a", seed=0):

@@ -64,7 +64,8 @@ def run(plan, qkv, given, *, causal=False, scale=None, machine="emulator", seed=
         made[name] = np.full(size, 77, element) if element == "uint8" else junk(size, element)
     known |= made
     for launch in planned.launches:
-        args = tuple(host_view(known[a]) if isinstance(known[a], np.ndarray) else known[a] for a in launch.args)
+        given = known | heads.maps_for(launch, known, shape.element)
+        args = tuple(host_view(given[a]) if isinstance(given[a], np.ndarray) else given[a] for a in launch.args)
         if machine == "cuda":
             problem.prepared(launch, shape.element, machine, None)(launch.grid, launch.threads, args)
         else:

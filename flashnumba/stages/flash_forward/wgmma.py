@@ -1,0 +1,103 @@
+"""Attention on Hopper's tensor cores, FlashAttention-3 style: TMA, wgmma, roles, softmax beside products.
+
+Beside ``mma`` it changes three things. Products are of warpgroups, 64 rows each, with K and V read from shared memory
+where the copy engine put them: no thread loads an operand, and P's accumulators are one as they lie. A warpgroup of its
+own moves tiles, and gives its registers to those that multiply. And a warpgroup's softmax runs beside its own product
+with V of the step before, and beside the products of another warpgroup, which takes turns with it.
+
+A block attends to one tile of rows: :func:`flashnumba.tiles.specialised.make_specialised`. The schedule says which one:
+under a causal mask the longest first (:mod:`flashnumba.tiles.schedule`).
+
+Limits: sm_90a; rows that start at multiples of 16 bytes, so head dimensions are multiples of 8; what the copy engine
+does not take, ``mma`` does. A block has a multiprocessor to itself, so that its first and last microseconds are hidden
+by nobody: short sequences under a causal mask, of a head dimension of 64, are faster with ``mma``.
+
+Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, FlashAttention-3, arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+
+from flashnumba.machine.function import Kernel, kernel
+from flashnumba.machine.numba import cuda, uint32
+from flashnumba.stages.heads import Launch, Plan, Planner, Shape, map_of, signature
+from flashnumba.tiles.schedule import SCHEDULES
+from flashnumba.tiles.scheduled import make_place
+from flashnumba.tiles.specialised import make_specialised
+from flashnumba.tiles.specialised_tiles import SpecialisedTiles, check_specialised, tiles_for
+
+if TYPE_CHECKING:
+    from flashnumba.machine.compiler import CompileCase
+
+__all__ = ["ARGUMENTS", "PLANS", "compile_cases", "make_wgmma", "plan_of", "plan_wgmma", "variants"]
+
+ARGUMENTS = ("q", "k", "lse", "scale", "causal", *(map_of(name) for name in "qkvo"))
+
+
+@cache
+def make_wgmma(tiles: SpecialisedTiles, element: str, *, broken: str = "") -> Kernel:
+    """The kernel ``(q, k, lse, scale, causal, q_map, k_map, v_map, o_map)`` for float16 or bfloat16.
+
+    Args:
+        broken: plants one of :data:`flashnumba.tiles.specialised.FAULTS`.
+    """
+    place = make_place(tiles, element, SCHEDULES["longest_first"].piece)
+    attend = make_specialised(tiles, element, broken=broken)
+
+    @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name="flash_forward.wgmma")
+    def wgmma_kernel(q, k, lse, scale, causal, q_map, k_map, v_map, o_map):
+        batch, head, tile, _ = place(q, k, causal, uint32(cuda.blockIdx.x))
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, None, None, batch, head, tile)
+
+    return wgmma_kernel
+
+
+def plan_of(shape: Shape, tiles: SpecialisedTiles) -> Plan:
+    """A block for each tile of rows of each head.
+
+    Raises:
+        ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`.
+    """
+    check_specialised(shape.element, shape.arch, shape.mapped)
+    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    made = make_wgmma(tiles, shape.element)
+    return Plan((Launch(made, blocks, tiles.threads, tiles.shared, ARGUMENTS, tiles.boxes),))
+
+
+def plan_wgmma(shape: Shape) -> Plan:
+    """:func:`plan_of` with tiles for the shape.
+
+    Raises:
+        ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`.
+    """
+    return plan_of(shape, tiles_for(shape.d, shape.n))
+
+
+def variants(shape: Shape) -> dict[str, Plan]:
+    """Plans with other tiles, to be timed on a GPU."""
+    sizes = {
+        64: [SpecialisedTiles(64, 128), SpecialisedTiles(64, 112, consumers=3), SpecialisedTiles(64, 128, slots=4)],
+        128: [SpecialisedTiles(128, 128), SpecialisedTiles(128, 176), SpecialisedTiles(128, 80, consumers=3)],
+        192: [SpecialisedTiles(192, 96)],
+        256: [SpecialisedTiles(256, 64)],
+    }[-(-shape.d // 64) * 64]
+    return {f"{t.bm}x{t.bn}, {t.consumers} consumers, {t.slots} slots": plan_of(shape, t) for t in sizes}
+
+
+PLANS: dict[str, Planner] = {"wgmma": plan_wgmma}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """The kernel as it is launched, for the compiler's tables and gates."""
+    from flashnumba.machine.compiler import CompileCase
+
+    for element, d, n in (
+        ("float16", 64, 4096), ("float16", 128, 4096), ("float16", 128, 16384), ("bfloat16", 128, 4096),
+        ("float16", 192, 4096), ("float16", 256, 4096),
+    ):  # fmt: skip
+        (launch,) = plan_wgmma(Shape(element, 1, 1, 1, n, n, d)).launches
+        name = f"flash_forward.wgmma {element} d {d}, {n} keys"
+        yield CompileCase(name, launch.kernel, signature(element, launch.args), launch.threads, launch.shared)
