@@ -21,13 +21,16 @@ VALUES = ("normal", "normal", "flat", "peaked", "huge", "sparse", "nan in q", "m
 @st.composite
 def problems(
     draw: st.DrawFn, most_m: int, most_n: int, most_d: int = 256, most_batch: int = 2,
-    dtypes: tuple[type, ...] = (np.float16, ml_dtypes.bfloat16, np.float32),
+    dtypes: tuple[type, ...] = (np.float16, ml_dtypes.bfloat16, np.float32), mapped: bool = False,
 ) -> Case:  # fmt: skip
     """A case with its layout; equal draws give equal arrays. Sizes cluster at 0, 1, tiles' borders and the most.
 
-    There are at least four rows and values are not near 0: a budget from few and tiny results would be luck.
+    There are at least four rows and values are not near 0: a budget from few and tiny results would be luck. If
+    ``mapped`` the copy engine takes q, k and v as they lie.
     """
-    m, n, d = draw(_size(most_m)), draw(_size(most_n)), draw(_size(most_d, least=1))
+    m, n, d = draw(_size(most_m)), draw(_size(most_n, least=int(mapped))), draw(_size(most_d, least=1))
+    if mapped:
+        d = -(-d // 8) * 8
     heads, kv_heads = draw(st.sampled_from(HEADS))
     batch, seed = draw(st.integers(1, most_batch)), draw(st.integers(0, 2**20))
     batch = max(batch, -(-4 // (heads * max(1, m))))
@@ -49,7 +52,8 @@ def problems(
     for which in "qkv":
         layout = draw(st.sampled_from(["packed", "packed", *LAYOUTS]))
         if layout != "packed" and getattr(case, which).size:
-            case = case.with_arrays(f"{case.name}, {which} {layout}", LAYOUTS[layout], which)
+            laid = case.with_arrays(f"{case.name}, {which} {layout}", LAYOUTS[layout], which)
+            case = laid if laid.shape.mapped or not mapped else case
     return case
 
 

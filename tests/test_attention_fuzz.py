@@ -28,6 +28,8 @@ HALF = (np.float16, ml_dtypes.bfloat16)
 
 KERNELS = [name for name in ALL_KERNELS if not name.startswith("fp8.")]
 """Those of 8 bits have tests of their own."""
+MAPPED = "flash_forward.wgmma"
+"""What takes arrays by tensor maps alone."""
 
 
 def fuzz(examples: int, shrink: bool = True):
@@ -81,7 +83,7 @@ def test_kernels_on_the_emulator(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     float32_too = () if kernel != "flash_forward.simt" else (np.float32,)
 
     @fuzz(3, shrink=False)
-    @given(problems(40, 150, 64, 1, HALF + float32_too))
+    @given(problems(40, 150, 64, 1, HALF + float32_too, mapped=kernel == MAPPED))
     def small(case: Case) -> None:
         judged(case, kernel)
 
@@ -93,10 +95,10 @@ def test_kernels_on_the_emulator(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 def test_kernels_on_a_gpu(kernel: str) -> None:
     """Arrays of a library on the GPU where there is one, else copied there and back."""
     torch = sys.modules.get("torch")
-    dtypes = HALF if kernel in ("flash_forward.mma", "flash_forward.split") else (*HALF, np.float32)
+    dtypes = HALF if kernel in ("flash_forward.mma", "flash_forward.split", MAPPED) else (*HALF, np.float32)
 
     @fuzz(60, shrink=False)
-    @given(problems(600, 1300, 256, 2, dtypes))
+    @given(problems(600, 1300, 256, 2, dtypes, mapped=kernel == MAPPED))
     def large(case: Case) -> None:
         judged(case, kernel)
         if torch is not None and torch.cuda.is_available() and case.q.dtype == np.float16:
