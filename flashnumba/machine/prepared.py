@@ -287,7 +287,6 @@ class Fixed:
             elif parameter.index in maps:
                 places.append((parameter.at, _Moved(maps[parameter.index])))
         self._places = tuple(places)
-        self._mapped = bool(maps)
         self._threads = threading.local()
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
@@ -295,16 +294,20 @@ class Fixed:
         threads = self._threads
         frame = getattr(threads, "frame", None) or self._frame()
         threads.frame = None  # as in Prepared: a finaliser must find another buffer
+        held = []  # maps, until they are launched with: another thread may bring so many that they are forgotten
         try:
             words = frame.words
             for (place, moved), address in zip(self._places, addresses, strict=True):
-                words[place] = address if moved is None else moved[address]
+                if moved is None:
+                    words[place] = address
+                else:
+                    held.append(moved(address))
+                    words[place] = held[-1].device_address
             if self._sizes is not None:
                 self._prepared._go(self._sizes, stream, frame)
-                if self._mapped and self._prepared._capturing(stream):
-                    for (_, moved), address in zip(self._places, addresses, strict=True):
-                        if moved is not None:
-                            moved.maps[address].pin()
+                if held and self._prepared._capturing(stream):
+                    for tensor_map in held:
+                        tensor_map.pin()
         finally:
             threads.frame = frame
 
@@ -314,20 +317,22 @@ class Fixed:
         return frame
 
 
-class _Moved(dict[int, int]):
-    """By the address of an array, that of its encoded tensor map, for arrays like one another; those last used stay."""
+class _Moved:
+    """The tensor maps of arrays like one another, by address; some stay encoded, and all are forgotten when too many
+    have come. What kernels under way have been given is freed when these are done."""
 
     capacity = 256
 
     def __init__(self, like: TensorMap) -> None:
-        super().__init__()
         self._like = like.moved(like.found.pointer)  # which does not keep the array
-        self.maps: dict[int, TensorMap] = {}
+        self._known: dict[int, TensorMap] = {}
 
-    def __missing__(self, address: int) -> int:
-        made = self._like.moved(address)
-        if len(self) >= self.capacity:
-            self.clear()
-            self.maps = {}  # what kernels under way have been given is freed when these are done
-        self.maps[address], self[address] = made, made.device_address
-        return made.device_address
+    def __call__(self, address: int) -> TensorMap:
+        known = self._known
+        found = known.get(address)
+        if found is None:
+            found = self._like.moved(address)
+            if len(known) >= self.capacity:
+                known = self._known = {}
+            known[address] = found
+        return found

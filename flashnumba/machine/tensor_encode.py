@@ -103,7 +103,7 @@ class _Memory:
     captured graph whose maps are pinned, cannot see another map there."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser that runs inside may launch on an array of its own
         self._slabs: dict[int, _Slab] = {}
 
     def store(self, data: bytes, device: int) -> Slot:
@@ -112,8 +112,8 @@ class _Memory:
             slab = self._slabs.get(device)
             if slab is None or slab.used == slab.maps:
                 slab = self._slabs[device] = _Slab(device)
-            slot = Slot(slab, slab.address + slab.used * _MAP_BYTES)
-            slab.used += 1
+            place, slab.used = slab.used, slab.used + 1  # before anything that might run a finaliser
+            slot = Slot(slab, slab.address + place * _MAP_BYTES)
             # A stream of its own: the wait is for these 128 bytes alone, never for the caller's work.
             with gpu.on_device(device), gpu.relaxed_capture():
                 gpu.call(driver.cuMemcpyHtoDAsync, slot.address, data, _MAP_BYTES, slab.stream)
@@ -130,7 +130,7 @@ class _Maps:
     capacity = 16384
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries: OrderedDict[Any, _Known] = OrderedDict()
 
     def get(self, key: Any) -> _Known | None:

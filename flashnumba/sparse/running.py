@@ -89,7 +89,7 @@ def prepare(q: Any, k: Any, v: Any, causal: Any, scale: Any, backend: Any, retur
 
     if not isinstance(return_info, bool):
         raise TypeError(f"return_info is {return_info!r}; it must be True or False")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     problem = prepare_heads(
         q, k, v, causal=causal, scale=scale, machine="auto" if backend == "auto" else "emulator", stream=None

@@ -12,7 +12,8 @@ beside other scores, so one in a key of a tile that is left out is not seen.
 
 The four lanes of a row need not tell each other their maxima before they vote: if none of them needs the tile, the row
 does not. So a tile left out costs no shuffle. Rows beyond the last have scores of zero, and would vote for every tile;
-:func:`make_shut_out` gives them a maximum that no zero comes near.
+:func:`make_shut_out` gives them a maximum that no zero comes near. Two cases are left in which they do vote, for a tile
+that is then computed for nothing: keys that are not finite, times zero no number; and a factor below 1e-36.
 
 Who votes::
 

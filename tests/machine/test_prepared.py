@@ -339,6 +339,28 @@ def test_a_fixed_launch_forgets_tensor_maps_but_not_those_of_a_graph(monkeypatch
     assert [encoded[values[-1]] for *_, values in driver.launches] == [48, 96, 144, 192, 240, 48]
 
 
+def test_tensor_maps_forgotten_during_a_launch_are_still_kept_for_its_graph(monkeypatch, encoded):
+    """A finaliser may launch in between, with arrays that are so many that all maps are forgotten."""
+    signature = (types.Array(float32, 2, "C"), uint64, int64, uint64)
+    driver, run = ready(monkeypatch, rows_and_maps, signature, "QQqqQqqqq" + "QqQ")
+    x, first, second = (gpu_array(4096 * i, np.float32, (4, 32)) for i in (1, 2, 3))
+    monkeypatch.setattr(prepared._Moved, "capacity", 2)
+    pinned, go, inside = [], run._go, []
+    monkeypatch.setattr(TensorMap, "pin", lambda tensor: pinned.append(tensor.found.pointer))
+    again = run.fixed(2, 32, (x, TensorMap(first, (4, 32)), 7, TensorMap(second, (4, 32))))
+
+    def going(*args):
+        if not inside:
+            inside.append(True)
+            for i in range(5, 9):
+                again((16 * i, 32 * i, 48 * i), 5)
+        go(*args)
+
+    monkeypatch.setattr(run, "_go", going)
+    again((16, 32, 48), 99)  # this stream is being captured
+    assert pinned == [32, 48] and len(driver.launches) == 5
+
+
 def test_a_fixed_launch_takes_no_tensor_map_of_host_memory(monkeypatch):
     signature = (types.Array(float32, 2, "C"), uint64, int64, uint64)
     _, run = ready(monkeypatch, rows_and_maps, signature, "QQqqQqqqq" + "QqQ")
