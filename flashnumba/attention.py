@@ -64,8 +64,10 @@ def _eight(shape: heads.Shape) -> bool:
 
 def _warpgroups(shape: heads.Shape) -> bool:
     """What ``flash_forward.wgmma`` takes and is the fastest for."""
+    from flashnumba.tiles.specialised_tiles import takes
+
     short = shape.causal and shape.d <= NARROW and shape.n < SHORT
-    return shape.arch == "90a" and shape.element != "float32" and shape.mapped and not short
+    return takes(shape.element, shape.arch, shape.mapped) and not short
 
 
 def _few_rows(shape: heads.Shape) -> bool:
@@ -96,7 +98,7 @@ CHOICES = (
         "float16 or bfloat16 on sm_90, rows that begin at multiples of 16 bytes as the copy engine takes them, and no "
         f"causal mask over fewer than {SHORT} keys with a head dimension of at most {NARROW}",
         "flash_forward.wgmma",
-        lambda shape, gpu: not _eight(shape) and _warpgroups(shape),
+        lambda shape, gpu: _warpgroups(shape),
     ),
     Choice(
         "float16 on sm_75 or later, bfloat16 on sm_80 or later",

@@ -76,8 +76,9 @@ def blasst_attention(
         threshold = chosen.threshold(target_sparsity, shape.n)
     limit = limit_for(threshold)
     from flashnumba.stages.sparsity import wgmma
+    from flashnumba.tiles.specialised_tiles import takes
 
-    warpgroups = wgmma.takes(shape) and not decoding
+    warpgroups = takes(shape.element, shape.arch, shape.mapped) and not decoding
     rows, keys = wgmma.tile_of(shape) if warpgroups else (ROWS, KEYS)
 
     def plan() -> Plan:

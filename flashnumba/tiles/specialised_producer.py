@@ -34,6 +34,7 @@ from flashnumba.machine.instructions import (
     tma_load_4d,
 )
 from flashnumba.machine.numba import int32, uint32
+from flashnumba.tiles.ring import make_after
 from flashnumba.tiles.specialised_tiles import DECISIONS, PANEL, ROWS, SpecialisedTiles
 
 __all__ = ["DECIDED", "FAULTS", "K_EMPTY", "K_FULL", "VOTE_FAULTS", "V_EMPTY", "V_FULL", "Ring",
@@ -52,7 +53,7 @@ class Ring(NamedTuple):
 
     Attributes:
         bar: ``(bars, kind, slot) -> address`` of an mbarrier; Q's is ``bars`` itself.
-        after: ``(slot, parity)``: the slot after one, and the parity of its phase.
+        after: of :func:`flashnumba.tiles.ring.make_after`.
         make: ``(bars, words)``: all mbarriers, by one thread.
         produce: ``(q_tile, k_ring, v_ring, bars, words, maps, steps, row0, head, head_kv, batch)``: everything for
             ``steps`` tiles of keys, int32, by one thread; ``maps`` are those of q, k and v.
@@ -69,6 +70,7 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
     """The ring of a block; with ``vote`` V is ordered where it is wanted."""
     bn, consumers, slots, slot_bytes, part = tiles.bn, tiles.consumers, tiles.slots, tiles.slot, tiles.part
     panels, q_panel, k_panel = tiles.d // PANEL, 2 * ROWS * PANEL, 2 * bn * PANEL
+    after = make_after(slots)
     filled, all_bars, all_words = 1 + 2 * slots, tiles.bars, tiles.words
     expected = slot_bytes - (16 if broken == "bytes" else 0)
     waits_k, waits_v = broken != "empty", broken != "full"
@@ -77,13 +79,6 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
     @device
     def bar(bars, kind, slot):
         return bars + (uint32(1 + kind * slots) + slot) * uint32(8)
-
-    @device
-    def after(slot, parity):
-        following = uint32(slot + uint32(1))
-        if following == uint32(slots):
-            return uint32(0), uint32(parity ^ uint32(1))
-        return following, parity
 
     @device
     def make(bars, words):

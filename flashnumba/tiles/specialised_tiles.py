@@ -16,7 +16,7 @@ from flashnumba.tiles.panels import COLUMNS as PANEL
 from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["ALIGNMENT", "DECISIONS", "PANEL", "PRODUCER_REGISTERS", "ROWS", "SpecialisedTiles", "check_specialised",
-           "tiles_for"]  # fmt: skip
+           "takes", "tiles_for"]  # fmt: skip
 
 ALIGNMENT = 1024
 """Of tiles with the 128-byte swizzle."""
@@ -134,10 +134,15 @@ def tiles_for(d: int, n: int) -> SpecialisedTiles:
     return SpecialisedTiles(192, 112) if d <= 192 else SpecialisedTiles(256, 80)
 
 
-def check_specialised(element: str, arch: str, mapped: bool) -> None:
-    """ValueError if wgmma or the copy engine cannot take a problem; ``mapped`` as
+def takes(element: str, arch: str, mapped: bool) -> bool:
+    """Whether wgmma and the copy engine take a problem; ``mapped`` as
     :attr:`flashnumba.stages.heads.Shape.mapped`."""
-    if arch != "90a" or element not in ("float16", "bfloat16"):
+    return arch == "90a" and element in ("float16", "bfloat16") and mapped
+
+
+def check_specialised(element: str, arch: str, mapped: bool) -> None:
+    """ValueError if not :func:`takes`; the message says why."""
+    if not takes(element, arch, True):
         raise ValueError(
             f"wgmma of {element} on sm_{arch}: attention by it is for float16 and bfloat16 on sm_90a; use "
             f"{'simt' if element == 'float32' else 'mma'}"

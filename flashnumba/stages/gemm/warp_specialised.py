@@ -58,6 +58,7 @@ from flashnumba.tiles.descriptor import descriptor
 from flashnumba.tiles.panels import COLUMNS as PANEL
 from flashnumba.tiles.panels import PANEL_BYTES, make_panel_store
 from flashnumba.tiles.raster import make_raster
+from flashnumba.tiles.ring import make_after
 
 __all__ = ["PANEL", "Tiles", "make_wgmma"]
 
@@ -176,7 +177,7 @@ def make_wgmma(
     all_but_one, all_products = wgmma_wait(1), wgmma_wait(0)
     all_panels, stage_bytes = bulk_wait(0), PANEL_BYTES * tiles.panels
     store_panel = make_panel_store(element, tiles.panels, broken, batched=bool(batched))
-    raster = make_raster(tiles.band)
+    raster, after = make_raster(tiles.band), make_after(slots)
     waits_full, waits_empty, waits_products = broken != "full", broken != "empty", broken != "wait"
     fences, syncs, early, fresh = broken != "fence", broken != "init", broken == "release", broken != "accumulate"
     expected = slot_bytes - (16 if broken == "bytes" else 0)
@@ -184,14 +185,6 @@ def make_wgmma(
     a_step, b_step = (128 if a_across else 2), (128 if b_across else 2)
     # From 64 of an operand across k to the next 64, and from 8 lines to the next 8.
     leading, stride = (1024, panel_bytes) if broken == "stride" else (panel_bytes, 1024)
-
-    @device
-    def after(slot, parity):
-        """The slot after one, and the parity of its phase."""
-        following = uint32(slot + uint32(1))
-        if following == uint32(slots):
-            return uint32(0), uint32(parity ^ uint32(1))
-        return following, parity
 
     @device
     def load(target, x, bar, first, second, place):

@@ -25,7 +25,7 @@ from flashnumba.tiles.specialised_tiles import ROWS, SpecialisedTiles, check_spe
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["compile_cases", "make_blasst", "plan_blasst", "takes", "tile_of"]
+__all__ = ["compile_cases", "make_blasst", "plan_blasst", "tile_of"]
 
 ARGUMENTS = ("q", "k", "lse", "scale", "causal", *(map_of(name) for name in "qkvo"), "limit")
 
@@ -52,11 +52,6 @@ def make_blasst(tiles: SpecialisedTiles, element: str, *, noted: bool = False, b
         attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map, batch, head, tile)
 
     return with_map if noted else plain
-
-
-def takes(shape: Shape) -> bool:
-    """Whether wgmma and the copy engine take the problem, and it has no few keys."""
-    return shape.arch == "90a" and shape.element in ("float16", "bfloat16") and shape.mapped
 
 
 def tile_of(shape: Shape) -> tuple[int, int]:

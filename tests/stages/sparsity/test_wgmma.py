@@ -16,7 +16,7 @@ from flashnumba.stages.sparsity import wgmma
 from flashnumba.stages.sparsity.problem import limit_of
 from flashnumba.tiles import specialised
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
-from flashnumba.tiles.specialised_tiles import DECISIONS, SpecialisedTiles
+from flashnumba.tiles.specialised_tiles import DECISIONS, SpecialisedTiles, takes
 from tests.stages.slow import make_slow
 from tests.stages.sparsity.sparse_cases import data, dense_bits, right, run
 
@@ -116,10 +116,10 @@ def test_threshold_0_is_dense_bit_for_bit(machine):
 
 def test_what_is_refused():
     shape = Shape("float16", 1, 1, 1, 8, 8, 64)
-    assert wgmma.takes(shape)
+    assert takes(shape.element, shape.arch, shape.mapped)
     for wrong in ({"arch": "80"}, {"element": "float32"}, {"mapped": False}):
         other = Shape(**{**vars(shape), **wrong})
-        assert not wgmma.takes(other)
+        assert not takes(other.element, other.arch, other.mapped)
         with pytest.raises(ValueError, match=r"wgmma of|do not lie as the copy engine takes them"):
             wgmma.plan_blasst(other)
 
