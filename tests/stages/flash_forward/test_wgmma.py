@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from flashnumba.compare import assert_close
 from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.stages.flash_forward import wgmma
 from flashnumba.stages.heads import Launch, Plan, Shape
@@ -88,11 +89,17 @@ def test_tails(machine, m, n, causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_tails_on_a_gpu(causal):
+    """Sums are compared together: of a size of which one row sees one key the low precision is right by chance, while
+    the tensor core cuts products off where it adds them."""
     sizes = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 193, 257)
+    sums = []
     for m in sizes:
         for n in sizes:
             case = normal(m, n, 64, np.float16, causal=causal)
-            assert_attention(run(with_tiles(SMALL), case, "cuda"), case)
+            o, lse = run(with_tiles(SMALL), case, "cuda")
+            assert_close(o, case.expected[0], case.lowprec[0], what=f"o of {case.name}")
+            sums.append([x.ravel() for x in (lse, case.expected[1], case.lowprec[1])])
+    assert_close(*(np.concatenate(x) for x in zip(*sums, strict=True)), what="lse of all")
 
 
 @pytest.mark.parametrize("d", [8, 40, 64, 72, 128, 136, 192, 200, 256])
