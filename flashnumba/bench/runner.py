@@ -107,8 +107,8 @@ class Candidate:
 class Clock:
     """Times calls on the GPU with CUDA events.
 
-    Before the first call that counts the GPU works for ``warm_up`` seconds, as it clocks itself down when idle and up
-    again when busy: who is measured first shall not be measured cold.
+    Before the first call that counts the GPU works for ``warm_up`` seconds. When idle it clocks itself down, when busy
+    up, and down again where it reaches its power limit: all candidates shall find it in the same state.
     """
 
     def __init__(self, runs: int = 20, seconds: float = 0.25, warm_up: float = 0.3) -> None:
@@ -125,9 +125,23 @@ class Clock:
             once = self.once(calls[0])[1]  # the first may have loaded a library
         if once >= self.seconds:
             return once, "one call timed"
-        warm, self.warm_up = self.warm_up, 0.0
         runs = max(1, min(self.runs, int(self.seconds / once)))
-        return self.repeated(calls, max(min(3, runs), round(warm / once)), runs)
+        return self.repeated(calls, max(min(3, runs), round(self.warm_up / once)), runs)
+
+    def in_turn(
+        self, calls: Sequence[Callable[[], Any]], others: Sequence[Callable[[], Any]], rounds: int = 6
+    ) -> float:  # fmt: skip
+        """How many times as long as ``calls`` the ``others`` take: the median of rounds in which both are timed, one
+        right after the other. At its power limit a GPU's clock drifts by more than what is to be told apart."""
+        ratios = []
+        for i in range(rounds):
+            seconds = {}
+            for which in (0, 1) if i % 2 else (1, 0):
+                chosen = (calls, others)[which]
+                runs = max(1, min(self.runs, int(self.seconds / rounds / self.once(chosen[0])[1])))
+                seconds[which], _ = self.repeated(chosen, 1, runs)
+            ratios.append(seconds[1] / seconds[0])
+        return float(np.median(ratios))
 
     def repeated(self, calls: Sequence[Callable[[], Any]], warmup: int, runs: int) -> tuple[float, str]:
         return timing.time_gpu(lambda call: call(), [(call,) for call in calls], warmup=warmup, runs=runs), ""

@@ -1,8 +1,8 @@
 """Sparse attention on a GPU beside the dense kernel of the same tier, in one run, on structured data.
 
-``of_dense`` is the dense kernel's time over the candidate's; ``skipped`` the share of what is visible that was left
-out, by count of tiles; ``of_ideal`` is ``of_dense (1 - skipped)``, 1 if only what is left cost anything. For each share
-that is asked for, the threshold is searched that leaves it out, on the very data.
+``of_dense`` is the dense kernel's time over the candidate's, the two timed in turn; ``skipped`` the share of what is
+visible that was left out, by count of tiles; ``of_ideal`` is ``of_dense (1 - skipped)``, 1 if only what is left cost
+anything. For each share that is asked for, the threshold is searched that leaves it out, on the very data.
 
 Each result is first compared with float64 over the tiles that its own map says were computed.
 """
@@ -184,7 +184,9 @@ class _Bench:
         for name in peers:
             self.report(self.size, self.runner.run(peer(self.torch, name, [self.inputs], causal=p.causal), judge))
         prepare = partial(launches, plan, [self.inputs], causal=p.causal, machine=self.machine)
-        self.report(self.size, self.runner.run(Candidate(self.dense, prepare), judge))
+        measured = self.runner.run(Candidate(self.dense, prepare), judge)
+        self.dense_calls = prepare() if measured.seconds else ()
+        self.report(self.size, measured)
 
     def run(self, method: Method, only: slice = slice(None)) -> Measured:
         """Measure a method; ``only`` some of its launches, which are then not judged."""
@@ -213,8 +215,9 @@ class _Bench:
             return [timed]
 
         measured = self.runner.run(Candidate(method.name, prepare), judge)
-        measured.figures["skipped"] = left
-        gain = measured.figures.get("of_dense")
+        both = measured.seconds and self.dense_calls
+        gain = self.runner.clock.in_turn(prepare(), self.dense_calls) if both else None
+        measured.figures |= {"of_dense": gain, "skipped": left}
         measured.figures["of_ideal"] = gain * (1 - left) if gain and left is not None else None
         self.report(self.size, measured)
         return measured

@@ -39,6 +39,11 @@ class HostClock(Clock):
         self.next -= 1.0
         return self.next, ""
 
+    def in_turn(self, calls, others, rounds=6):
+        for call in (*calls, *others):
+            call()
+        return 1.25
+
 
 def one(name, seconds, ours=True, note="", **figures):
     return Measured(name, seconds, figures, 1e-4 if seconds else None, 2e-4 if seconds else None, note, ours)

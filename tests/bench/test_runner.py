@@ -113,7 +113,7 @@ def test_all_calls_are_taken_in_turn(make):
 @pytest.mark.parametrize(
     ("once", "again", "expected"),
     [
-        (0.01, None, {"warmup": 30, "runs": 20}),  # the first also warms the GPU up
+        (0.01, None, {"warmup": 30, "runs": 20}),
         (0.1, None, {"warmup": 3, "runs": 2}),
         (0.9, 0.001, {"warmup": 300, "runs": 20}),  # the first call had loaded a library
         (0.9, 0.8, None),
@@ -129,7 +129,23 @@ def test_how_often_a_call_is_timed(monkeypatch, once, again, expected):
     assert asked == ([expected] if expected else [])
     if expected:
         clock.time([lambda: None], 0.01)
-        assert asked[1] == {"warmup": 3, "runs": 20}
+        assert asked[1] == {"warmup": 30, "runs": 20}, "the next finds the GPU in the same state"
+
+
+def test_two_kernels_timed_in_turn(monkeypatch):
+    """A clock that drifts: whoever is timed later is slower."""
+    asked, speed = [], {"fast": 1e-3, "slow": 2e-3}
+    monkeypatch.setattr(timing, "once", lambda call: (None, speed[call()]))
+
+    def timed(f, inputs, warmup, runs):
+        name = inputs[0][0]()
+        asked.append((name, runs))
+        return speed[name] * 1.01 ** len(asked)
+
+    monkeypatch.setattr(timing, "time_gpu", timed)
+    found = Clock(runs=20, seconds=0.03).in_turn([lambda: "fast"], [lambda: "slow"], rounds=2)
+    assert abs(found - 2) < 1e-3
+    assert asked == [("slow", 7), ("fast", 15), ("fast", 15), ("slow", 7)]
 
 
 def test_a_peer_that_refuses_says_why():
