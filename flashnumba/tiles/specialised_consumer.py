@@ -55,7 +55,8 @@ def make_take_step(
     Args of it: O, S, P, maxima and sums; the descriptors of the consumer's Q and of slots 0 of K and V; the slot of
     step j and the parity of its phase, and those of the step before; whether that has left a product; ``view`` is
     ``(row, offset, causal, n_rows, whole, scale, factor, limit)``, the lane's first row, N - M, and the tiles that all
-    rows see whole; ``who`` is ``(bars, words, mine, leads, lane)``. It returns whether this step leaves a product.
+    rows see whole; ``who`` is ``(bars, words, mine, leads, lane, done)``, the last the tiles
+    of keys that the block has done before. It returns whether this step leaves a product.
     """
     consumers, slot_bytes, bar = tiles.consumers, tiles.slot, ring.bar
     multiply_qk, multiply_pv, find_tops, weights, rescale, pack = steps[1:]
@@ -76,7 +77,7 @@ def make_take_step(
     def begin(s, firsts, ring, who):
         """Start S_j, when it is this consumer's turn."""
         slot, parity = ring
-        bars, _, mine, _, _ = who
+        bars, _, mine, _, _, _ = who
         if waits_k:
             mbarrier_wait(bar(bars, K_FULL, slot), parity)
         bar_sync(int32(TURN) + (mine ^ int32(shift)), int32(turn_threads))
@@ -93,8 +94,8 @@ def make_take_step(
     @device
     def say(j, who, wanted):
         """Tell the producer whether V_j is wanted."""
-        bars, words, mine, _, _ = who
-        entry = uint32(j) & uint32(DECISIONS - 1)
+        bars, words, mine, _, _, done = who
+        entry = (done + uint32(j)) & uint32(DECISIONS - 1)
         if wanted and says:
             st_shared_b32(words + uint32(4) * (uint32(consumers) * entry + uint32(mine)), uint32(1))
         mbarrier_arrive(bar(bars, DECIDED, entry))
@@ -103,7 +104,7 @@ def make_take_step(
     def look(tops, s, m, ring, j, view, who):
         """S_j is there: whether the consumer's rows need it."""
         row, offset, causal, n_rows, whole, scale, factor, limit = view
-        bars, _, mine, leads, lane = who
+        bars, _, mine, leads, lane, _ = who
         if leads:
             mbarrier_arrive(bar(bars, K_EMPTY, ring[0]))
         if j >= whole:
@@ -160,7 +161,7 @@ def make_take_step(
         """
         alpha = cuda.local.array(2, float32)
         tops = cuda.local.array(2, float32)
-        bars, _, mine, leads, _ = who
+        bars, _, mine, leads, _, _ = who
         if left:
             begin(s, firsts, ring, who)
             if waits_v:

@@ -15,7 +15,10 @@ same, with a phase in which nothing comes: then slots and parities follow from t
 
 A parity tells a phase from the next one alone, so whoever waits for V_t must know that the phase before is over. Who
 has K_t+1 knows it: the producer has dealt with tile t - slots before it ordered that, and if V was ordered in vain, has
-waited for it. After the last tile it says so by a phase of K with nothing in it.
+waited for it. After the last tile of a row tile it says so by an mbarrier of its own.
+
+A block goes from one row tile to the next without an end: rings, and tiles whose votes are kept, are counted through.
+Q's place is free once no product reads it, and when O has been read there, where O has no place of its own.
 """
 
 from __future__ import annotations
@@ -37,13 +40,16 @@ from flashnumba.machine.numba import int32, uint32
 from flashnumba.tiles.ring import make_after
 from flashnumba.tiles.specialised_tiles import DECISIONS, PANEL, ROWS, SpecialisedTiles
 
-__all__ = ["DECIDED", "FAULTS", "K_EMPTY", "K_FULL", "VOTE_FAULTS", "V_EMPTY", "V_FULL", "Ring",
-           "make_ring"]  # fmt: skip
+__all__ = ["DECIDED", "END", "FAULTS", "K_EMPTY", "K_FULL", "Q_EMPTY", "Q_FULL", "STOP", "VOTE_FAULTS", "V_EMPTY",
+           "V_FULL", "Ring", "make_ring"]  # fmt: skip
 
 K_FULL, V_FULL, K_EMPTY, V_EMPTY, DECIDED = range(5)
-FAULTS = ("bytes", "empty", "full", "head")
-"""What can be planted: a phase that expects too few bytes; K's, or V's, slot is not waited for; the next head of keys,
-of which there are two or more."""
+Q_FULL, Q_EMPTY, END = range(3)
+STOP = 0xFFFFFFFF
+"""Stands for a row tile: there is none any more."""
+FAULTS = ("bytes", "empty", "full", "head", "q_empty")
+"""What can be planted: a phase that expects too few bytes; K's, V's or Q's slot is not waited for; the next head of
+keys, of which there are two or more."""
 VOTE_FAULTS = ("unwanted", "unread")
 """With votes: a tile nobody wants takes no turn; a V ordered in vain is not waited for."""
 
@@ -52,17 +58,25 @@ class Ring(NamedTuple):
     """Device functions.
 
     Attributes:
-        bar: ``(bars, kind, slot) -> address`` of an mbarrier; Q's is ``bars`` itself.
+        bar: ``(bars, kind, slot) -> address`` of an mbarrier of the rings.
+        one: ``(bars, which) -> address`` of an mbarrier that there is one of.
         after: of :func:`flashnumba.tiles.ring.make_after`.
         make: ``(bars, words)``: all mbarriers, by one thread.
-        produce: ``(q_tile, k_ring, v_ring, bars, words, maps, steps, row0, head, head_kv, batch)``: everything for
-            ``steps`` tiles of keys, int32, by one thread; ``maps`` are those of q, k and v.
+        load_q: ``(q_tile, bars, words, turn, q_map, tile, head, batch)``: the block's ``turn``-th tile of rows.
+        load_kv: ``(k_ring, v_ring, bars, words, maps, state, steps, head, batch) -> state``: all tiles of keys for it,
+            ``steps`` of them, int32. ``maps`` are those of k and v; ``state`` is what :attr:`begin` makes.
+        begin: ``() -> state``: of the rings, before the first tile.
+        stop: ``(bars, words, turn)``: there is no ``turn``-th tile of rows.
     """
 
     bar: DeviceFunction
+    one: DeviceFunction
     after: DeviceFunction
     make: DeviceFunction
-    produce: DeviceFunction
+    load_q: DeviceFunction
+    load_kv: DeviceFunction
+    begin: DeviceFunction
+    stop: DeviceFunction
 
 
 @cache
@@ -71,19 +85,24 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
     bn, consumers, slots, slot_bytes, part = tiles.bn, tiles.consumers, tiles.slots, tiles.slot, tiles.part
     panels, q_panel, k_panel = tiles.d // PANEL, 2 * ROWS * PANEL, 2 * bn * PANEL
     after = make_after(slots)
-    filled, all_bars, all_words = 1 + 2 * slots, tiles.bars, tiles.words
+    first, filled, all_bars, all_words = 3, 3 + 2 * slots, tiles.bars, tiles.words
     expected = slot_bytes - (16 if broken == "bytes" else 0)
-    waits_k, waits_v = broken != "empty", broken != "full"
+    waits_k, waits_v, waits_q = (broken != x for x in ("empty", "full", "q_empty"))
     in_turn, comes, wrong_head = broken != "unwanted", broken != "unread", int(broken == "head")
 
     @device
     def bar(bars, kind, slot):
-        return bars + (uint32(1 + kind * slots) + slot) * uint32(8)
+        return bars + (uint32(first + kind * slots) + slot) * uint32(8)
+
+    @device
+    def one(bars, which):
+        return bars + uint32(8 * which)
 
     @device
     def make(bars, words):
         for i in range(all_bars):
-            mbarrier_init(bars + uint32(8 * i), uint32(1 if i < filled else consumers))
+            count = 4 * consumers if i == Q_EMPTY else (1 if i < filled else consumers)
+            mbarrier_init(bars + uint32(8 * i), uint32(count))
         for i in range(all_words):
             st_shared_b32(words + uint32(4 * i), uint32(0))
 
@@ -94,12 +113,28 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
             tma_load_4d(target + uint32(i * k_panel), tensor, full, int32(PANEL * i), j * int32(bn), head, batch)
 
     @device
-    def load_q(q_tile, bars, tensor, row0, head, batch):
-        mbarrier_arrive_expect_tx(bars, uint32(consumers * part))
+    def say_which(bars, words, turn, tile):
+        if waits_q:
+            mbarrier_wait(one(bars, Q_EMPTY), (turn & uint32(1)) ^ uint32(1))  # nobody has use for the rows before
+        st_shared_b32(words + uint32(4 * all_words), uint32(tile))
+
+    @device
+    def stop(bars, words, turn):
+        say_which(bars, words, turn, uint32(STOP))
+        mbarrier_arrive(one(bars, Q_FULL))
+
+    @device
+    def load_q(q_tile, bars, words, turn, q_map, tile, head, batch):
+        say_which(bars, words, turn, tile)
+        st_shared_b32(words + uint32(4 * all_words + 4), uint32(head))
+        st_shared_b32(words + uint32(4 * all_words + 8), uint32(batch))
+        full = one(bars, Q_FULL)
+        mbarrier_arrive_expect_tx(full, uint32(consumers * part))
         for c in range(consumers):
+            row = int32(tile) * int32(consumers * ROWS) + int32(ROWS * c)
             for i in range(panels):
                 target = q_tile + uint32(c * part + i * q_panel)
-                tma_load_4d(target, tensor, bars, int32(PANEL * i), row0 + int32(ROWS * c), head, batch)
+                tma_load_4d(target, q_map, full, int32(PANEL * i), row, int32(head), int32(batch))
 
     @device
     def load_k(k_ring, bars, k_map, slot, parity, j, head, batch):
@@ -114,21 +149,26 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
         load_tile(v_ring + slot * uint32(slot_bytes), v_map, bar(bars, V_FULL, slot), j, head, batch)
 
     @device
-    def produce(q_tile, k_ring, v_ring, bars, words, maps, steps, row0, head, head_kv, batch):
-        q_map, k_map, v_map = maps
-        head_kv += int32(wrong_head)
-        load_q(q_tile, bars, q_map, row0, head, batch)
-        slot, parity = uint32(0), uint32(1)
+    def begin():
+        return uint32(0), uint32(1)
+
+    @device
+    def load_kv(k_ring, v_ring, bars, words, maps, state, steps, head, batch):
+        k_map, v_map = maps
+        slot, parity = state
+        head += int32(wrong_head)
         for j in range(int32(0), steps):
-            load_k(k_ring, bars, k_map, slot, parity, j, head_kv, batch)
-            load_v(v_ring, bars, v_map, slot, parity, j, head_kv, batch)
+            load_k(k_ring, bars, k_map, slot, parity, j, head, batch)
+            load_v(v_ring, bars, v_map, slot, parity, j, head, batch)
             slot, parity = after(slot, parity)
+        return slot, parity
 
     @device
     def hear(bars, words, slot, t):
-        """Whether some consumer wants V_t. The words are zeros again; and V's slot is let go for those that do not."""
-        entry, wanted = uint32(t) & uint32(DECISIONS - 1), uint32(0)
-        mbarrier_wait(bar(bars, DECIDED, entry), (uint32(t) // uint32(DECISIONS)) & uint32(1))  # all have said
+        """Whether some consumer wants V of the block's t-th tile. The words are zeros again; and V's slot is let go for
+        those that do not."""
+        entry, wanted = t & uint32(DECISIONS - 1), uint32(0)
+        mbarrier_wait(bar(bars, DECIDED, entry), (t // uint32(DECISIONS)) & uint32(1))  # all have said
         for c in range(consumers):
             at = words + uint32(4 * c) + uint32(4 * consumers) * entry
             said = ld_shared_b32(at)
@@ -139,23 +179,28 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
         return wanted != uint32(0)
 
     @device
-    def produce_wanted(q_tile, k_ring, v_ring, bars, words, maps, steps, row0, head, head_kv, batch):
-        q_map, k_map, v_map = maps
-        head_kv += int32(wrong_head)
-        load_q(q_tile, bars, q_map, row0, head, batch)
-        slot, parity, v_slot, v_parity, ordered = uint32(0), uint32(1), uint32(0), uint32(1), False
+    def begin_wanted():
+        return uint32(0), uint32(1), uint32(0), uint32(1), uint32(0)
+
+    @device
+    def load_wanted(k_ring, v_ring, bars, words, maps, state, steps, head, batch):
+        k_map, v_map = maps
+        slot, parity, v_slot, v_parity, heard = state
+        head += int32(wrong_head)
+        ordered = False
         for j in range(int32(0), steps + int32(slots)):
             if j < steps:
-                load_k(k_ring, bars, k_map, slot, parity, j, head_kv, batch)
+                load_k(k_ring, bars, k_map, slot, parity, j, head, batch)
                 slot, parity = after(slot, parity)
                 if j == int32(0):
-                    load_v(v_ring, bars, v_map, v_slot, v_parity, j, head_kv, batch)  # the first is always wanted
+                    load_v(v_ring, bars, v_map, v_slot, v_parity, j, head, batch)  # the first is always wanted
                     ordered = True
             t = j - int32(slots)
             if t >= int32(0):
-                wanted = hear(bars, words, v_slot, t)
+                wanted = hear(bars, words, v_slot, heard)
+                heard += uint32(1)
                 if wanted and not ordered:
-                    load_v(v_ring, bars, v_map, v_slot, v_parity, t, head_kv, batch)
+                    load_v(v_ring, bars, v_map, v_slot, v_parity, t, head, batch)
                 if not wanted and not ordered and in_turn:
                     mbarrier_arrive(bar(bars, V_FULL, v_slot))
                 if not wanted and ordered and comes:
@@ -163,8 +208,10 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
                 v_slot, v_parity = after(v_slot, v_parity)
                 ordered = wanted and t + int32(1) < steps
                 if ordered:
-                    load_v(v_ring, bars, v_map, v_slot, v_parity, t + int32(1), head_kv, batch)
+                    load_v(v_ring, bars, v_map, v_slot, v_parity, t + int32(1), head, batch)
             if j == steps:
-                mbarrier_arrive(bar(bars, K_FULL, slot))  # a K beyond the last, of nothing
+                mbarrier_arrive(one(bars, END))  # stands for a tile after the last
+        return slot, parity, v_slot, v_parity, heard
 
-    return Ring(bar, after, make, produce_wanted if vote else produce)
+    load, start = (load_wanted, begin_wanted) if vote else (load_kv, begin)
+    return Ring(bar, one, after, make, load_q, load, start, stop)

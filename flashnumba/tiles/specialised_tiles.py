@@ -1,9 +1,10 @@
 """Sizes of warp-specialised attention on Hopper, and what its block has in shared memory.
 
     Q                  a part for each consumer: 64 rows, in panels of 64 columns
+    O                  a few panels of 16 rows for each warp of a consumer, or none: then O goes out by Q's place
     K, V               rings of slots, each a tile of keys in panels of 64 columns
-    mbarriers          Q's; full and empty for each slot of K and of V; one for each tile whose votes are kept
-    words              what consumers say of a tile: one each
+    mbarriers          full and empty for Q and each slot of K and of V; the end; one for each tile whose votes are kept
+    words              what consumers say of a tile: one each; and which rows of which head are whose turn
 
 Panels have rows of 128 bytes with the 128-byte swizzle, so that the copy engine fills them and wgmma reads them.
 """
@@ -13,10 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashnumba.tiles.panels import COLUMNS as PANEL
+from flashnumba.tiles.panels import PANEL_BYTES
 from flashnumba.tiles.sizes import AttentionTiles
 
-__all__ = ["ALIGNMENT", "DECISIONS", "PANEL", "PRODUCER_REGISTERS", "ROWS", "SpecialisedTiles", "check_specialised",
-           "takes", "tiles_for"]  # fmt: skip
+__all__ = ["ALIGNMENT", "DECISIONS", "PANEL", "PLACE_WORDS", "PRODUCER_REGISTERS", "ROWS", "SpecialisedTiles",
+           "check_specialised", "takes", "tiles_for"]  # fmt: skip
 
 ALIGNMENT = 1024
 """Of tiles with the 128-byte swizzle."""
@@ -25,6 +27,8 @@ ROWS = 64
 DECISIONS = 8
 """Tiles whose votes are kept: more than consumers can be ahead of the producer."""
 PRODUCER_REGISTERS = 32
+PLACE_WORDS = 4
+"""That say which rows of which head it is."""
 BLOCK_SHARED = 227 * 1024
 LONG = 8192
 """Keys from which tiles with more of them pay, though the last one may hold few."""
@@ -99,16 +103,33 @@ class SpecialisedTiles:
     @property
     def bars(self) -> int:
         """Mbarriers."""
-        return 1 + 4 * self.slots + DECISIONS
+        return 3 + 4 * self.slots + DECISIONS
 
     @property
     def words(self) -> int:
+        """What consumers say of tiles: as many words."""
         return DECISIONS * self.consumers
+
+    @property
+    def out_panels(self) -> int:
+        """Panels of O that each warp has of its own: as many as fit, up to all columns."""
+        panel = 4 * self.consumers * PANEL_BYTES
+        return max(0, min(self.d // PANEL, (BLOCK_SHARED - self._without_o) // panel))
+
+    @property
+    def out(self) -> int:
+        """Bytes of them, of all warps."""
+        return 4 * self.consumers * self.out_panels * PANEL_BYTES
+
+    @property
+    def _without_o(self) -> int:
+        rings = 2 * self.slots * self.slot
+        return ALIGNMENT + self.consumers * self.part + rings + 8 * self.bars + 4 * (self.words + PLACE_WORDS)
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory, with room to align."""
-        return ALIGNMENT + self.consumers * self.part + 2 * self.slots * self.slot + 8 * self.bars + 4 * self.words
+        return self._without_o + self.out
 
     @property
     def boxes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:

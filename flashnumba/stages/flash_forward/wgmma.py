@@ -5,12 +5,12 @@ where the copy engine put them: no thread loads an operand, and P's accumulators
 own moves tiles, and gives its registers to those that multiply. And a warpgroup's softmax runs beside its own product
 with V of the step before, and beside the products of another warpgroup, which takes turns with it.
 
-A block attends to one tile of rows: :func:`flashnumba.tiles.specialised.make_specialised`. The schedule says which one:
-under a causal mask the longest first (:mod:`flashnumba.tiles.schedule`).
+A block has a multiprocessor to itself, so that nobody else works while it begins and ends. Therefore as many blocks as
+multiprocessors stay, and each goes from one tile of rows to the next, under a causal mask in pairs of equal work:
+:func:`flashnumba.tiles.specialised.make_specialised`.
 
 Limits: sm_90a; rows that start at multiples of 16 bytes, so head dimensions are multiples of 8; what the copy engine
-does not take, ``mma`` does. A block has a multiprocessor to itself, so that its first and last microseconds are hidden
-by nobody: short sequences under a causal mask, of a head dimension of 64, are faster with ``mma``.
+does not take, ``mma`` does. Short sequences under a causal mask, of a head dimension of 64, are faster with ``mma``.
 
 Source: Shah, Bikshandi, Zhang, Thakkar, Ramani and Dao, FlashAttention-3, arXiv 2407.08608.
 """
@@ -22,10 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import Launch, Plan, Planner, Shape, map_of, signature
-from flashnumba.tiles.schedule import SCHEDULES
-from flashnumba.tiles.scheduled import make_place
 from flashnumba.tiles.specialised import make_specialised
 from flashnumba.tiles.specialised_tiles import SpecialisedTiles, check_specialised, tiles_for
 
@@ -44,25 +41,29 @@ def make_wgmma(tiles: SpecialisedTiles, element: str, *, broken: str = "") -> Ke
     Args:
         broken: plants one of :data:`flashnumba.tiles.specialised.FAULTS`.
     """
-    place = make_place(tiles, element, SCHEDULES["longest_first"].piece)
     attend = make_specialised(tiles, element, broken=broken)
 
     @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name="flash_forward.wgmma")
     def wgmma_kernel(q, k, lse, scale, causal, q_map, k_map, v_map, o_map):
-        batch, head, tile, _ = place(q, k, causal, uint32(cuda.blockIdx.x))
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, None, None, batch, head, tile)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, None, None)
 
     return wgmma_kernel
 
 
-def plan_of(shape: Shape, tiles: SpecialisedTiles) -> Plan:
-    """A block for each tile of rows of each head.
+def plan_of(shape: Shape, tiles: SpecialisedTiles, blocks: int = 0) -> Plan:
+    """A block for each multiprocessor, or for each row tile of each head: if these are fewer, or if a causal mask makes
+    them uneven and O goes out by Q's place, where nothing of it is hidden.
+
+    Args:
+        blocks: at most, or as said if 0.
 
     Raises:
         ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`.
     """
     check_specialised(shape.element, shape.arch, shape.mapped)
-    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    pieces = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    stay = tiles.out_panels > 0 or not shape.causal
+    blocks = min(pieces, blocks or (shape.multiprocessors if stay else pieces))
     made = make_wgmma(tiles, shape.element)
     return Plan((Launch(made, blocks, tiles.threads, tiles.shared, ARGUMENTS, tiles.boxes),))
 

@@ -14,11 +14,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import map_of
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
-from flashnumba.tiles.schedule import SCHEDULES
-from flashnumba.tiles.scheduled import make_place
 from flashnumba.tiles.specialised import make_specialised
 from flashnumba.tiles.specialised_tiles import ROWS, SpecialisedTiles, check_specialised, tiles_for
 
@@ -37,19 +34,16 @@ def make_blasst(tiles: SpecialisedTiles, element: str, *, noted: bool = False, b
     Args:
         broken: plants one of :data:`flashnumba.tiles.specialised.FAULTS` or of its ``VOTE_FAULTS``.
     """
-    place = make_place(tiles, element, SCHEDULES["longest_first"].piece)
     attend = make_specialised(tiles, element, vote=True, noted=noted, broken=broken)
     options = {"threads": tiles.threads, "min_blocks": 1, "arch": "90a", "name": "sparsity.blasst_wgmma"}
 
     @kernel(**options)
     def plain(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit):
-        batch, head, tile, _ = place(q, k, causal, uint32(cuda.blockIdx.x))
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, batch, head, tile)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None)
 
     @kernel(**options)
     def with_map(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map):
-        batch, head, tile, _ = place(q, k, causal, uint32(cuda.blockIdx.x))
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map, batch, head, tile)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map)
 
     return with_map if noted else plain
 
@@ -73,7 +67,7 @@ def plan_blasst(
     check_specialised(shape.element, shape.arch, shape.mapped)
     tiles = tiles or tiles_for(shape.d, shape.n)
     made = make_blasst(tiles, shape.element, noted=noted, broken=broken)
-    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch  # nobody knows how long each takes
     args = (*ARGUMENTS, *(("tile_map",) if noted else ()))
     scratch = {"tile_map": (shape.batch, shape.heads, -(-shape.m // ROWS), -(-shape.n // tiles.bn))} if noted else {}
     return Plan((Launch(made, blocks, tiles.threads, tiles.shared, args, tiles.boxes),), scratch)

@@ -11,7 +11,7 @@ import pytest
 from flashnumba.compare import assert_close
 from flashnumba.machine.tensor_map import TensorMap
 from flashnumba.stages.flash_forward import wgmma
-from flashnumba.stages.heads import Launch, Plan, Shape
+from flashnumba.stages.heads import Plan, Shape
 from flashnumba.tiles import specialised
 from flashnumba.tiles.specialised_tiles import SpecialisedTiles, tiles_for
 from tests.stages.faults import seeds_for
@@ -33,13 +33,12 @@ SMALL = SpecialisedTiles(64, 64)
 """Small tiles, so that small problems have several."""
 
 
-def with_tiles(tiles: SpecialisedTiles, broken: str = ""):
-    """A planner for given tiles."""
+def with_tiles(tiles: SpecialisedTiles, broken: str = "", blocks: int = 0):
+    """A planner for given tiles, and for so many blocks at most."""
 
     def plan(shape: Shape) -> Plan:
-        blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
-        made = wgmma.make_wgmma(tiles, shape.element, broken=broken)
-        return Plan((Launch(made, blocks, tiles.threads, tiles.shared, wgmma.ARGUMENTS, tiles.boxes),))
+        (launch,) = wgmma.plan_of(shape, tiles, blocks).launches
+        return Plan((replace(launch, kernel=wgmma.make_wgmma(tiles, shape.element, broken=broken)),))
 
     return plan
 
@@ -129,6 +128,51 @@ def test_the_tiles_for_many_keys(machine):
 def test_grids_and_other_tiles(machine, tiles, case):
     """Blocks that start with the longest tile, each at its own head and rows; more tiles of keys than slots."""
     assert_attention(run(with_tiles(tiles), case, machine), case)
+
+
+# -- blocks that stay --------------------------------------------------------------------------------------------------
+IN_Q, APART = SpecialisedTiles(192, 112), SpecialisedTiles(128, 64)
+"""O goes out by Q's place; it has places of its own."""
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "sizes"),
+    [
+        (SMALL, 1, {"m": 260, "n": 200, "causal": True, "scale": -0.3}),
+        (SMALL, 2, {"m": 390, "n": 150, "causal": True}),
+        (SpecialisedTiles(64, 64, 3, 3), 2, {"m": 200, "n": 70, "heads": 2}),
+        (IN_Q, 1, {"m": 135, "n": 60, "scale": -0.3}),
+        (APART, 1, {"m": 130, "n": 100}),
+    ],
+    ids=["pairs, and middle ones alone", "rows that see nothing", "more than two", "O in Q's place", "O apart"],
+)  # fmt: skip
+def test_a_block_for_several_row_tiles(machine, tiles, blocks, sizes):
+    case = normal(d=tiles.d, dtype=np.float16, **sizes)
+    assert_attention(run(with_tiles(tiles, blocks=blocks), case, machine), case)
+
+
+def test_how_many_blocks():
+    """One for each multiprocessor; and one for each row tile where these are fewer, or uneven and O goes out by Q."""
+    assert IN_Q.out_panels == 0 and APART.out_panels == 2 and tiles_for(128, 16384).out_panels == 1
+    for tiles, causal, blocks in ((APART, True, 7), (APART, False, 7), (IN_Q, False, 7), (IN_Q, True, 16)):
+        shape = Shape("float16", 1, 2, 2, 1000, 1000, tiles.d, causal=causal, multiprocessors=7)
+        assert wgmma.plan_of(shape, tiles).launches[0].grid == blocks
+        assert wgmma.plan_of(replace(shape, m=300, multiprocessors=132), tiles).launches[0].grid == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiles", [SMALL, SpecialisedTiles(64, 64, 3), SpecialisedTiles(128, 64, 2, 3), IN_Q], ids=str)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7])
+def test_blocks_that_stay_on_a_gpu(tiles, blocks):
+    for m, n, causal, scale, heads in (
+        (900, 700, True, -0.3, 2), (990, 150, True, 1.0, 3), (700, 490, False, 0.0, 2), (1500, 1700, True, 0.1, 4),
+    ):  # fmt: skip
+        case = normal(m, n, tiles.d, np.float16, heads=heads, causal=causal, scale=scale)
+        first, *others = (run(with_tiles(tiles, blocks=blocks), case, "cuda") for _ in range(3))
+        assert_attention(first, case)
+        for other in others:
+            for a, b in zip(first, other, strict=True):
+                np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.gpu
@@ -245,7 +289,12 @@ FAULTS = {
     "empty": ("MbarrierMisuse",),
     "full": ("MbarrierMisuse",),
     "head": ("wrong result",),
+    "q_empty": ("ReadInFlight",),
+    "rows": ("ReadInFlight",),
+    "last_v": ("Deadlock",),
 }
+STAYING = ("q_empty", "rows", "last_v")
+"""What only a second row tile of a block shows."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -253,8 +302,9 @@ def test_planted_faults(fault):
     n, heads, scale = 150, 1, -0.2 if fault.startswith("sign") else 1.0
     if fault == "head":
         n, heads = 40, 2
-    case = normal(40, n, 64, np.float16, causal=fault == "causal", scale=scale, heads=heads)
-    plan = with_tiles(SMALL, fault)
+    m, blocks = (140, 1) if fault in STAYING else (40, 0)
+    case = normal(m, n, 64, np.float16, causal=fault == "causal", scale=scale, heads=heads)
+    plan = with_tiles(SMALL, fault, blocks)
     found = caught(lambda seed: run(plan, case, seed=seed), case, seeds_for(FAULTS[fault], 2))
     assert set(found) <= set(FAULTS[fault]), found
 
