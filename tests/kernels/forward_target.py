@@ -18,11 +18,19 @@ import numpy as np
 from flashnumba.stages.causal_balance import mma as causal_balance
 from flashnumba.stages.chained_gemm import mma as chained_gemm
 from flashnumba.stages.flash_forward import mma, simt, wgmma
+from flashnumba.stages.heads import Plan, Shape
 from flashnumba.stages.staged_buffers import mma as staged_buffers
+from flashnumba.tiles.specialised_tiles import tiles_for
 from tests.stages.flash_forward.attention_cases import LAYOUTS, normal, right, run
 
+
+def staying(shape: Shape) -> Plan:
+    """``wgmma`` with two blocks, which go from one row tile to the next."""
+    return wgmma.plan_of(shape, tiles_for(shape.d, shape.n), 2)
+
+
 PLANS = {
-    "flash_forward": {**simt.PLANS, **mma.PLANS, **wgmma.PLANS},
+    "flash_forward": {**simt.PLANS, **mma.PLANS, **wgmma.PLANS, "wgmma_staying": staying},
     "chained_gemm": chained_gemm.PLANS,
     "staged_buffers": staged_buffers.PLANS,
     "causal_balance": causal_balance.PLANS,
