@@ -31,8 +31,8 @@ BACKENDS = ("auto", *KERNELS, "numpy", "emulator")
 
 TILE, WARP, LONG = 128, 16, 1024
 """Query rows of a block of ``mma`` and of a warp; keys from which it pays to share them out and merge."""
-NARROW, SHORT = 64, 2048
-"""A head dimension and keys up to which, under a causal mask, ``mma`` is faster than ``wgmma``."""
+SHORT = {32: 2048, 64: 512}
+"""Keys below which ``mma`` is faster than ``wgmma``, by the largest head dimension of which that holds."""
 
 
 class NoGpuWarning(UserWarning):
@@ -66,7 +66,7 @@ def _warpgroups(shape: heads.Shape) -> bool:
     """What ``flash_forward.wgmma`` takes and is the fastest for."""
     from flashnumba.tiles.specialised_tiles import takes
 
-    short = shape.causal and shape.d <= NARROW and shape.n < SHORT
+    short = any(shape.d <= d and shape.n < keys for d, keys in SHORT.items())
     return takes(shape.element, shape.arch, shape.mapped) and not short
 
 
@@ -95,8 +95,8 @@ CHOICES = (
         lambda shape, gpu: _tensor_cores(shape) and int(shape.arch.rstrip("a")) >= 80 and _few_rows(shape),
     ),
     Choice(
-        "float16 or bfloat16 on sm_90, rows that begin at multiples of 16 bytes as the copy engine takes them, and no "
-        f"causal mask over fewer than {SHORT} keys with a head dimension of at most {NARROW}",
+        "float16 or bfloat16 on sm_90, rows that begin at multiples of 16 bytes as the copy engine takes them, and not "
+        + " or ".join(f"fewer than {keys} keys with a head dimension of at most {d}" for d, keys in SHORT.items()),
         "flash_forward.wgmma",
         lambda shape, gpu: _warpgroups(shape),
     ),

@@ -23,8 +23,10 @@ def shape(element="float16", m=4096, n=4096, arch="90a", **sizes):
         (shape(mapped=False), "flash_forward.mma"),
         (shape(arch="90"), "flash_forward.mma"),
         (shape(arch="100a"), "flash_forward.mma"),
-        (shape(d=64, n=2047, causal=True), "flash_forward.mma"),
-        (shape(d=64, n=2048, causal=True), "flash_forward.wgmma"),
+        (shape(d=64, n=511, causal=True), "flash_forward.mma"),
+        (shape(d=64, n=512, causal=True), "flash_forward.wgmma"),
+        (shape(d=32, n=2047), "flash_forward.mma"),
+        (shape(d=32, n=2048), "flash_forward.wgmma"),
         (shape(d=64, n=1024), "flash_forward.wgmma"),
         (shape(d=72, n=1024, causal=True), "flash_forward.wgmma"),
         (shape("float32"), "flash_forward.simt"),
@@ -70,7 +72,8 @@ def test_the_table_in_words():
         ),
         (
             "float16 or bfloat16 on sm_90, rows that begin at multiples of 16 bytes as the copy engine takes them, and "
-            "no causal mask over fewer than 2048 keys with a head dimension of at most 64",
+            "not fewer than 2048 keys with a head dimension of at most 32 or fewer than 512 keys with a head dimension "
+            "of at most 64",
             "flash_forward.wgmma",
         ),
         ("float16 on sm_75 or later, bfloat16 on sm_80 or later", "flash_forward.mma"),

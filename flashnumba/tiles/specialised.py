@@ -40,7 +40,6 @@ from flashnumba.machine.instructions import (
     setmaxnreg_inc,
     shared_address,
     shfl_idx,
-    syncwarp,
     tma_prefetch,
     wgmma_commit,
     wgmma_fence,
@@ -149,9 +148,12 @@ def make_specialised(
         say_stop(bars, words, turn)
 
     @device
-    def told(words, at):
-        """A word of the producer's, once a warp."""
-        return int64(uint32(shfl_idx(int32(ld_shared_b32(words + uint32(4 * all_words + at))), int32(0))))
+    def told(words, at, lane):
+        """A word of the producer's, read by the lane that says when the warp needs the row tile no more."""
+        said = int32(0)
+        if lane == 0:
+            said = int32(ld_shared_b32(words + uint32(4 * all_words + at)))
+        return int64(uint32(shfl_idx(said, int32(0))))
 
     @device
     def write_out(acc, m, l, lse, factor, row, m_rows, o_map, stage, turn, first_row, warp, lane, batch, head):
@@ -193,11 +195,10 @@ def make_specialised(
         ring, done, out_turn, turn = (uint32(slots - 1), uint32(1)), uint32(0), uint32(0), uint32(0)
         while True:
             mbarrier_wait(one(bars, Q_FULL), turn & uint32(1))  # Q is there
-            tile = told(words, 0)
+            tile = told(words, 0, lane)
             if tile == int64(STOP):
                 break
-            head, batch = told(words, 4), told(words, 8)
-            syncwarp()  # all lanes have read, before one says that the warp needs the row tile no more
+            head, batch = told(words, 4, lane), told(words, 8, lane)
             if apart and early and lane == 0:
                 mbarrier_arrive(one(bars, Q_EMPTY))
             last, whole = keys_of(tile, m_rows, n_rows, causal, scale)

@@ -143,9 +143,12 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
         load_tile(k_ring + slot * uint32(slot_bytes), k_map, bar(bars, K_FULL, slot), j, head, batch)
 
     @device
-    def load_v(v_ring, bars, v_map, slot, parity, j, head, batch):
+    def free_v(bars, slot, parity):
         if waits_v:
             mbarrier_wait(bar(bars, V_EMPTY, slot), parity)
+
+    @device
+    def load_v(v_ring, bars, v_map, slot, j, head, batch):
         load_tile(v_ring + slot * uint32(slot_bytes), v_map, bar(bars, V_FULL, slot), j, head, batch)
 
     @device
@@ -159,16 +162,19 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
         head += int32(wrong_head)
         for j in range(int32(0), steps):
             load_k(k_ring, bars, k_map, slot, parity, j, head, batch)
-            load_v(v_ring, bars, v_map, slot, parity, j, head, batch)
+            free_v(bars, slot, parity)
+            load_v(v_ring, bars, v_map, slot, j, head, batch)
             slot, parity = after(slot, parity)
         return slot, parity
 
     @device
-    def hear(bars, words, slot, t):
+    def hear(bars, words, slot, parity, ordered, t):
         """Whether some consumer wants V of the block's t-th tile. The words are zeros again; and V's slot is let go for
         those that do not."""
         entry, wanted = t & uint32(DECISIONS - 1), uint32(0)
         mbarrier_wait(bar(bars, DECIDED, entry), (t // uint32(DECISIONS)) & uint32(1))  # all have said
+        if not ordered:
+            free_v(bars, slot, parity)  # so they have let go of what was there
         for c in range(consumers):
             at = words + uint32(4 * c) + uint32(4 * consumers) * entry
             said = ld_shared_b32(at)
@@ -193,14 +199,15 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
                 load_k(k_ring, bars, k_map, slot, parity, j, head, batch)
                 slot, parity = after(slot, parity)
                 if j == int32(0):
-                    load_v(v_ring, bars, v_map, v_slot, v_parity, j, head, batch)  # the first is always wanted
+                    free_v(bars, v_slot, v_parity)
+                    load_v(v_ring, bars, v_map, v_slot, j, head, batch)  # the first is always wanted
                     ordered = True
             t = j - int32(slots)
             if t >= int32(0):
-                wanted = hear(bars, words, v_slot, heard)
+                wanted = hear(bars, words, v_slot, v_parity, ordered, heard)
                 heard += uint32(1)
                 if wanted and not ordered:
-                    load_v(v_ring, bars, v_map, v_slot, v_parity, t, head, batch)
+                    load_v(v_ring, bars, v_map, v_slot, t, head, batch)
                 if not wanted and not ordered and in_turn:
                     mbarrier_arrive(bar(bars, V_FULL, v_slot))
                 if not wanted and ordered and comes:
@@ -208,7 +215,8 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
                 v_slot, v_parity = after(v_slot, v_parity)
                 ordered = wanted and t + int32(1) < steps
                 if ordered:
-                    load_v(v_ring, bars, v_map, v_slot, v_parity, t + int32(1), head, batch)
+                    free_v(bars, v_slot, v_parity)
+                    load_v(v_ring, bars, v_map, v_slot, t + int32(1), head, batch)
             if j == steps:
                 mbarrier_arrive(one(bars, END))  # stands for a tile after the last
         return slot, parity, v_slot, v_parity, heard
