@@ -531,7 +531,7 @@ plt.show()
 # FlashAttention-3's: four warps together, a *warpgroup*, multiply 64 rows by operands that stay in shared memory; the
 # copy engine brings them; and warpgroups have roles.
 #
-#     warpgroup 0    producer     one thread orders tiles of K and V, slot by slot
+#     warpgroup 0    producer     one thread orders Q, and tiles of K and V, slot by slot
 #     warpgroups 1.. consumers    64 rows each, in turn: S_j and P V_j-1 are started, then S_j becomes weights
 #
 # **Predict.** A consumer's product $S_j$ takes about 512 cycles, its product with V as many, its softmax about 1100.
@@ -567,8 +567,24 @@ lesson.table(
 )
 
 # %% [markdown]
-# One block fills a multiprocessor. So nobody hides a block's beginning and end: short causal sequences with D = 64 are
-# left to `mma`.
+# One block fills a multiprocessor, so nobody else works while a block begins and ends. Therefore blocks stay: as many
+# as multiprocessors, and each goes from one tile of rows to the next, under a causal mask in pairs of equal work.
+# Copies for the next tile travel while O of this one is divided and written. (With D = 256 there is no room for O
+# beside Q: under a causal mask each tile of rows has a block of its own.)
+#
+# **Predict.** Where does that help more, with 1024 tokens or with 16384?
+
+# %%
+lesson.table(
+    ("1024 tokens, D", "mask", "a block for each tile of rows", "blocks that stay"),
+    [(128, "all", 469, 512), (64, "all", 363, 392), (64, "causal", 215, 245)],
+    "TFLOP/s of an H200, measured by hand in one run.",
+)
+
+# %% [markdown]
+# With 1024 keys a tile of rows is soon done, so its beginning and end weigh much; with 16384 it was 1 to 3 %. Fewer
+# than 512 keys with D up to 64 are still left to `mma`, and fewer than 2048 with D up to 32: a block has 192 rows
+# there.
 #
 # ## On real data
 #
@@ -700,9 +716,9 @@ for size in held["sizes"] if held else ():
 lesson.table(("4096 tokens, D", "mask", "kernel", "TFLOP/s", "times FlashAttention-2", "times cuDNN"), rows)
 
 # %% [markdown]
-# `mma` has about a third of the peak: as much as FlashAttention-2, which is built from the same instructions, or up to
-# 1.15 times that, and less than cuDNN, which has `wgmma` (lesson 3). Our kernel with `wgmma` has 0.39 to 0.65 of the
-# peak, 0.97 to 1.17 of cuDNN's speed in this run. On this computer's GPU, if it has one:
+# `mma` has about a third of the peak: 1.03 to 1.13 times as much as FlashAttention-2, which is built from the same
+# instructions, and less than cuDNN, which has `wgmma` (lesson 3). Our kernel with `wgmma` has 0.40 to 0.62 of the peak,
+# 1.02 to 1.17 of cuDNN's speed in this run. On this computer's GPU, if it has one:
 
 # %%
 if machine == "cuda":
@@ -1012,7 +1028,8 @@ lesson.table(
 #   go to `simt`, which rounds neither.
 # - The sums' order is fixed: the same bits each time. Another tile size gives other last bits.
 # - Bytes were counted, not measured. Times on the emulator say nothing; the schedule above is a model.
-# - Causal work is uneven: the last tiles of rows have the most. The longest start first here; more is to be had.
+# - Causal work is uneven: the last tiles of rows have the most. The longest start first here, or are paired with the
+#   shortest where blocks stay; more is to be had.
 #
 # ## What next
 #
