@@ -1,8 +1,8 @@
 """Sparse attention on a GPU beside the dense kernel of the same tier, in one run, on structured data.
 
-``of_dense`` is the dense kernel's time over the candidate's, the two timed in turn; ``skipped`` the share of what is
-visible that was left out, by count of tiles; ``of_ideal`` is ``of_dense (1 - skipped)``, 1 if only what is left cost
-anything. For each share that is asked for, the threshold is searched that leaves it out, on the very data.
+``of_dense`` is the dense kernel's time over the candidate's, of prefill the two timed in turn; ``skipped`` the share of
+what is visible that was left out, by count of tiles; ``of_ideal`` is ``of_dense (1 - skipped)``, 1 if only what is left
+cost anything. For each share that is asked for, the threshold is searched that leaves it out, on the very data.
 
 Each result is first compared with float64 over the tiles that its own map says were computed.
 """

@@ -7,7 +7,8 @@ with V of the step before, and beside the products of another warpgroup, which t
 
 A block has a multiprocessor to itself, so that nobody else works while it begins and ends. Therefore as many blocks as
 multiprocessors stay, and each goes from one tile of rows to the next, under a causal mask in pairs of equal work:
-:func:`flashnumba.tiles.specialised.make_specialised`.
+:func:`flashnumba.tiles.specialised.make_specialised`. Head dimensions above 128 leave no room for that under a causal
+mask: :func:`plan_of`.
 
 Limits: sm_90a; rows that start at multiples of 16 bytes, so head dimensions are multiples of 8; what the copy engine
 does not take, ``mma`` does. Short sequences of a head dimension up to 64 are faster with ``mma``: a block is 192 rows.
