@@ -164,6 +164,23 @@ def test_a_block_for_several_row_tiles(slow, monkeypatch):
     assert right((o, lse), qkv, R.expand(pattern[None, None], UNIT, 64, *(x.shape[2] for x in qkv[:2])))
 
 
+@pytest.mark.parametrize(("slots", "keys"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize("slow", [FIRST + 5, SECOND])
+def test_a_thread_late_at_the_end_of_a_row_tile(slots, keys, slow, monkeypatch):
+    """With fewer tiles of keys than slots the next row tile is all ordered, and its end said, before anyone starts it:
+    who still waits for the end before must not miss it."""
+    tiles = SpecialisedTiles(64, 64, slots=slots)
+
+    def plan(shape):
+        (launch,) = (made := skipping(tiles)(shape)).launches
+        return replace(made, launches=(replace(launch, grid=1),))
+
+    make_slow(monkeypatch, (slow,))
+    qkv = of_pattern(np.ones((5, keys)))
+    o, lse, _ = run(plan, qkv, LIMIT)
+    assert right((o, lse), qkv, np.ones((1, 1, qkv[0].shape[2], qkv[1].shape[2]), bool))
+
+
 @pytest.mark.parametrize("tiles", [SpecialisedTiles(64, 64, consumers=3), SpecialisedTiles(64, 64, slots=4)], ids=str)
 def test_other_tiles(machine, tiles):
     assert sound(
