@@ -140,11 +140,15 @@ IN_Q, APART = SpecialisedTiles(192, 112), SpecialisedTiles(128, 64)
     [
         (SMALL, 1, {"m": 260, "n": 200, "causal": True, "scale": -0.3}),
         (SMALL, 2, {"m": 390, "n": 150, "causal": True}),
+        (SMALL, 1, {"m": 300, "n": 60, "causal": True, "scale": -0.3}),
         (SpecialisedTiles(64, 64, 3, 3), 2, {"m": 200, "n": 70, "heads": 2}),
         (IN_Q, 1, {"m": 135, "n": 60, "scale": -0.3}),
         (APART, 1, {"m": 130, "n": 100}),
     ],
-    ids=["pairs, and middle ones alone", "rows that see nothing", "more than two", "O in Q's place", "O apart"],
+    ids=[
+        "pairs, and middle ones alone", "rows that see nothing", "no keys, Q turned", "more than two", "O in Q's place",
+        "O apart",
+    ],
 )  # fmt: skip
 def test_a_block_for_several_row_tiles(machine, tiles, blocks, sizes):
     case = normal(d=tiles.d, dtype=np.float16, **sizes)
