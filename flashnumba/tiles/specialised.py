@@ -40,6 +40,7 @@ from flashnumba.machine.instructions import (
     setmaxnreg_inc,
     shared_address,
     shfl_idx,
+    syncwarp,
     tma_prefetch,
     wgmma_commit,
     wgmma_fence,
@@ -225,11 +226,12 @@ def make_specialised(
                 left = take_step(acc, s, p, m, l, firsts, ring, before, left if vote else True, j, view, who)
                 if noted and leads and first_row < m_rows:
                     tile_map[batch, head, first_row // ROWS, j] = uint8(COMPUTED if left else SKIPPED)
+            if left and ends:
+                mbarrier_wait(one(bars, END), turn & uint32(1))  # V's slot is in the last tile's phase
+                syncwarp()  # with Q's place given back the END after this one may come: no lane waits for this one
             if apart and not early and lane == 0:
                 mbarrier_arrive(one(bars, Q_EMPTY))  # the warp's products with Q are done
             if left:
-                if ends:
-                    mbarrier_wait(one(bars, END), turn & uint32(1))  # V's slot is in the last tile's phase
                 if waits_v:
                     mbarrier_wait(bar(bars, V_FULL, ring[0]), ring[1])
                 wgmma_fence()

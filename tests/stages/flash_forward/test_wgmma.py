@@ -50,7 +50,8 @@ EMULATED = (
     ("negative scale", ONE_TILE), ("smallest scale", ONE_TILE), ("a maximum that grows", THREE_TILES),
     ("scores of -1e5 that differ little", ONE_TILE), ("scores of any size, negative scale", ONE_TILE),
     ("a NaN in a key that not all see", ONE_TILE), ("a NaN in a value", ONE_TILE),
-    ("infinity in a key, scale 0, causal", ONE_TILE), ("first keys -infinity, causal", THREE_TILES),
+    ("infinity in a key, scale 0, causal", ONE_TILE), ("infinity in a key, scale 0, causal", THREE_TILES),
+    ("first keys -infinity, causal", THREE_TILES),
 )  # fmt: skip
 """Those of the hard cases that differ in what this kernel does."""
 
@@ -140,11 +141,16 @@ IN_Q, APART = SpecialisedTiles(192, 112), SpecialisedTiles(128, 64)
     [
         (SMALL, 1, {"m": 260, "n": 200, "causal": True, "scale": -0.3}),
         (SMALL, 2, {"m": 390, "n": 150, "causal": True}),
+        (SMALL, 1, {"m": 300, "n": 60, "causal": True, "scale": -0.3}),
         (SpecialisedTiles(64, 64, 3, 3), 2, {"m": 200, "n": 70, "heads": 2}),
         (IN_Q, 1, {"m": 135, "n": 60, "scale": -0.3}),
         (APART, 1, {"m": 130, "n": 100}),
+        (SpecialisedTiles(192, 96), 1, {"m": 135, "n": 20}),
     ],
-    ids=["pairs, and middle ones alone", "rows that see nothing", "more than two", "O in Q's place", "O apart"],
+    ids=[
+        "pairs, and middle ones alone", "rows that see nothing", "no keys, Q turned", "more than two", "O in Q's place",
+        "O apart", "O apart, two panels of three",
+    ],
 )  # fmt: skip
 def test_a_block_for_several_row_tiles(machine, tiles, blocks, sizes):
     case = normal(d=tiles.d, dtype=np.float16, **sizes)

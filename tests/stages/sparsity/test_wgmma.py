@@ -97,13 +97,16 @@ def test_the_tiles_that_are_launched(machine, d):
     assert right((o, lse), qkv, R.expand(computed, unit, keys, 100, 300))
 
 
-@pytest.mark.parametrize("m, n, causal", [(33, 20, True), (7, 1, False), (1, 63, True), (65, 65, False)])
+@pytest.mark.parametrize(
+    "m, n, causal", [(33, 20, True), (200, 150, True), (7, 1, False), (1, 63, True), (65, 65, False)]
+)
 def test_tails_and_rows_that_see_nothing(machine, m, n, causal):
     qkv = data(m, n, 64)
     o, lse, made = run(skipping(), qkv, LIMIT, causal=causal, machine=machine)
     kept = R.expand(made["tile_map"] == COMPUTED, UNIT, 64, m, n)
     assert right((o, lse), qkv, kept, causal=causal)
     computed = wanted(qkv, causal=causal)
+    assert made["tile_map"].max() <= SKIPPED
     seen = R.visible_blocks(m, n, UNIT, 64, causal)
     np.testing.assert_array_equal((made["tile_map"] == COMPUTED)[..., seen], computed[..., seen])
 
@@ -162,6 +165,23 @@ def test_a_block_for_several_row_tiles(slow, monkeypatch):
     o, lse, made = run(plan, qkv, LIMIT)
     np.testing.assert_array_equal(made["tile_map"][0, 0] == COMPUTED, pattern)
     assert right((o, lse), qkv, R.expand(pattern[None, None], UNIT, 64, *(x.shape[2] for x in qkv[:2])))
+
+
+@pytest.mark.parametrize(("slots", "keys"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize("slow", [FIRST + 5, SECOND])
+def test_a_thread_late_at_the_end_of_a_row_tile(slots, keys, slow, monkeypatch):
+    """With fewer tiles of keys than slots the next row tile is all ordered, and its end said, before anyone starts it:
+    who still waits for the end before must not miss it."""
+    tiles = SpecialisedTiles(64, 64, slots=slots)
+
+    def plan(shape):
+        (launch,) = (made := skipping(tiles)(shape)).launches
+        return replace(made, launches=(replace(launch, grid=1),))
+
+    make_slow(monkeypatch, (slow,))
+    qkv = of_pattern(np.ones((5, keys)))
+    o, lse, _ = run(plan, qkv, LIMIT)
+    assert right((o, lse), qkv, np.ones((1, 1, qkv[0].shape[2], qkv[1].shape[2]), bool))
 
 
 @pytest.mark.parametrize("tiles", [SpecialisedTiles(64, 64, consumers=3), SpecialisedTiles(64, 64, slots=4)], ids=str)
