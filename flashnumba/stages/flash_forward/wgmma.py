@@ -30,8 +30,10 @@ from flashnumba.tiles.specialised_tiles import SpecialisedTiles, check_specialis
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["ARGUMENTS", "PLANS", "compile_cases", "make_wgmma", "plan_of", "plan_wgmma", "variants"]
+__all__ = ["ARGUMENTS", "PLANS", "compile_cases", "make_wgmma", "plan_of", "plan_wgmma", "stays", "variants"]
 
+UNEVEN = 1.1
+"""Times as long as with pairs shared out evenly, up to which blocks stay: what their staying was seen to win."""
 ARGUMENTS = ("q", "k", "lse", "scale", "causal", *(map_of(name) for name in "qkvo"))
 
 
@@ -51,9 +53,17 @@ def make_wgmma(tiles: SpecialisedTiles, element: str, *, broken: str = "") -> Ke
     return wgmma_kernel
 
 
+def stays(shape: Shape, tiles: SpecialisedTiles) -> bool:
+    """Whether blocks that stay are faster. Not under a causal mask where O goes out by Q's place, as nothing of that is
+    hidden; nor where pairs of row tiles share out so unevenly that, the longest first, single ones make up for it."""
+    if not shape.causal:
+        return True
+    pairs, each = shape.batch * shape.heads * -(-shape.m // (2 * tiles.bm)), shape.multiprocessors
+    return tiles.out_panels > 0 and -(-pairs // each) * each <= UNEVEN * pairs
+
+
 def plan_of(shape: Shape, tiles: SpecialisedTiles, blocks: int = 0) -> Plan:
-    """A block for each multiprocessor, or for each row tile of each head: if these are fewer, or if a causal mask makes
-    them uneven and O goes out by Q's place, where nothing of it is hidden.
+    """A block for each multiprocessor if :func:`stays`, or for each row tile of each head, also if these are fewer.
 
     Args:
         blocks: at most, or as said if 0.
@@ -63,8 +73,7 @@ def plan_of(shape: Shape, tiles: SpecialisedTiles, blocks: int = 0) -> Plan:
     """
     check_specialised(shape.element, shape.arch, shape.mapped)
     pieces = -(-shape.m // tiles.bm) * shape.heads * shape.batch
-    stay = tiles.out_panels > 0 or not shape.causal
-    blocks = min(pieces, blocks or (shape.multiprocessors if stay else pieces))
+    blocks = min(pieces, blocks or (shape.multiprocessors if stays(shape, tiles) else pieces))
     made = make_wgmma(tiles, shape.element)
     return Plan((Launch(made, blocks, tiles.threads, tiles.shared, ARGUMENTS, tiles.boxes),))
 

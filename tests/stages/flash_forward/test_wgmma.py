@@ -158,12 +158,16 @@ def test_a_block_for_several_row_tiles(machine, tiles, blocks, sizes):
 
 
 def test_how_many_blocks():
-    """One for each multiprocessor; and one for each row tile where these are fewer, or uneven and O goes out by Q."""
+    """One for each multiprocessor; and one for each row tile where these are fewer, or uneven and O goes out by Q, or
+    in pairs that 132 multiprocessors cannot share."""
     assert IN_Q.out_panels == 0 and APART.out_panels == 2 and tiles_for(128, 16384).out_panels == 1
-    for tiles, causal, blocks in ((APART, True, 7), (APART, False, 7), (IN_Q, False, 7), (IN_Q, True, 16)):
-        shape = Shape("float16", 1, 2, 2, 1000, 1000, tiles.d, causal=causal, multiprocessors=7)
-        assert wgmma.plan_of(shape, tiles).launches[0].grid == blocks
-        assert wgmma.plan_of(replace(shape, m=300, multiprocessors=132), tiles).launches[0].grid == 6
+    for tiles, causal, m, heads, blocks in (
+        (APART, True, 16384, 16, 132), (APART, False, 16384, 16, 132), (IN_Q, False, 16384, 16, 132),
+        (IN_Q, True, 16384, 16, 2048), (APART, False, 300, 2, 6), (APART, True, 300, 2, 6),
+        (APART, True, 2048, 20, 320), (APART, False, 2048, 20, 132), (APART, True, 1024, 264, 132),
+    ):  # fmt: skip
+        shape = Shape("float16", 1, heads, heads, m, m, tiles.d, causal=causal, multiprocessors=132)
+        assert wgmma.plan_of(shape, tiles).launches[0].grid == blocks, (tiles, causal, m, heads)
 
 
 @pytest.mark.gpu
