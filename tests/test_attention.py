@@ -228,9 +228,9 @@ def test_the_emulator_finds_faults_in_what_is_launched(no_gpu, monkeypatch):
 
     for module, name, broken in ((mma, "make_mma", "barrier"), (wgmma, "make_wgmma", "k_wait")):
         monkeypatch.setattr(module, name, partial(getattr(module, name), broken=broken))
-    for d in (31, 32):  # the copy engine takes rows of 64 bytes
+    for d in (71, 72):  # the copy engine takes rows of 144 bytes
         with pytest.raises(Fault):
-            attend(normal(70, 200, d, np.float16), "emulator")
+            attend(normal(20, 200, d, np.float16), "emulator")
 
 
 # -- backends agree ----------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def test_backends_agree(backend, no_gpu):
 def test_the_emulator_runs_what_the_table_says(no_gpu, monkeypatch):
     asked, plan = [], planner
     monkeypatch.setattr(room, "planner", lambda name: asked.append(name) or plan(name))
-    for case in (normal(1, 1024, 8, np.float16), normal(2, 3, 8, np.float16), normal(2, 3, 7, np.float16)):
+    for case in (normal(1, 1024, 8, np.float16), normal(2, 3, 72, np.float16), normal(2, 3, 7, np.float16)):
         assert_attention(attend(case, "emulator"), case)
     assert asked == ["flash_forward.split", "flash_forward.wgmma", "flash_forward.mma"]
 
