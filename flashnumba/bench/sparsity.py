@@ -183,10 +183,12 @@ class _Bench:
         judge = Judge(self.torch, *self.inputs, p.element, places(p.batch, p.heads, p.n), causal=p.causal)
         for name in peers:
             self.report(self.size, self.runner.run(peer(self.torch, name, [self.inputs], causal=p.causal), judge))
-        prepare = partial(launches, plan, [self.inputs], causal=p.causal, machine=self.machine)
-        measured = self.runner.run(Candidate(self.dense, prepare), judge)
-        self.dense_calls = prepare() if measured.seconds else ()
-        self.report(self.size, measured)
+
+        def prepare() -> Sequence[Callable[[], Any]]:
+            self.dense_calls = launches(plan, [self.inputs], causal=p.causal, machine=self.machine)
+            return self.dense_calls
+
+        self.report(self.size, self.runner.run(Candidate(self.dense, prepare), judge))
 
     def run(self, method: Method, only: slice = slice(None)) -> Measured:
         """Measure a method; ``only`` some of its launches, which are then not judged."""
@@ -212,11 +214,13 @@ class _Bench:
                 call()
                 return fresh.results
 
-            return [timed]
+            calls.append(timed)
+            return calls
 
+        calls: list[Callable[[], Any]] = []
         measured = self.runner.run(Candidate(method.name, prepare), judge)
-        both = measured.seconds and self.dense_calls
-        gain = self.runner.clock.in_turn(prepare(), self.dense_calls) if both else None
+        both = measured.seconds and self.size.seconds_of(self.dense)
+        gain = self.runner.clock.in_turn(calls, self.dense_calls) if both else None
         measured.figures |= {"of_dense": gain, "skipped": left}
         measured.figures["of_ideal"] = gain * (1 - left) if gain and left is not None else None
         self.report(self.size, measured)

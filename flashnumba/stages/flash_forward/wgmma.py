@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["ARGUMENTS", "PLANS", "compile_cases", "make_wgmma", "plan_of", "plan_wgmma", "stays", "variants"]
 
 UNEVEN = 1.1
-"""Times as long as with pairs shared out evenly, up to which blocks stay: what their staying was seen to win."""
+"""Times as long as with pairs shared out evenly, up to which blocks stay. Staying was seen to win up to a tenth; what
+uneven pairs lose is an estimate by list scheduling."""
 ARGUMENTS = ("q", "k", "lse", "scale", "causal", *(map_of(name) for name in "qkvo"))
 
 
