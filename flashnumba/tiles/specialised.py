@@ -51,10 +51,11 @@ from flashnumba.tiles import skip, specialised_consumer, specialised_producer, s
 from flashnumba.tiles.attention import factor_of, log_sum, make_steps, share_of
 from flashnumba.tiles.descriptor import descriptor
 from flashnumba.tiles.panels import PANEL_BYTES, make_panel_store
-from flashnumba.tiles.schedule import heads_near, longest_first, paired, seen_keys
+from flashnumba.tiles.schedule import heads_near, longest_first, paired
 from flashnumba.tiles.skip import make_shut_out
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 from flashnumba.tiles.specialised_consumer import OWN, OWN_THREADS, TURN, TURN_THREADS, make_take_step
+from flashnumba.tiles.specialised_lists import make_keys
 from flashnumba.tiles.specialised_producer import END, Q_EMPTY, Q_FULL, STOP, V_EMPTY, V_FULL, make_ring
 from flashnumba.tiles.specialised_steps import make_consumer_steps
 from flashnumba.tiles.specialised_tiles import ALIGNMENT, PANEL, PRODUCER_REGISTERS, ROWS, SpecialisedTiles
@@ -79,23 +80,29 @@ slot is; and the faults of the parts."""
 def make_specialised(
     tiles: SpecialisedTiles, element: str, *, vote: bool = False, noted: bool = False, broken: str = ""
 ) -> DeviceFunction:  # fmt: skip
-    """``attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map)``: a block's share of the work.
+    """``attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map)``: a block's
+    share of the work.
 
     All threads of a block of ``tiles.threads`` call it, once, with ``tiles.shared`` bytes of dynamic shared memory;
     ``min_blocks`` of the kernel is 1. Any number of blocks does the whole work. Of ``q`` and ``k`` the shapes are read;
     maps have the boxes ``tiles.boxes``.
 
     Args:
-        tiles: sizes.
+        tiles: sizes. With ``tiles.block``, ``indices``, int32 ``[B, H, row tiles, any]``, and ``counts``, int32 ``[B,
+            H, row tiles]``, say which blocks of so many keys a row tile looks at, in ascending order, each no later
+            than the last that it may see; else both are None.
         element: float16 or bfloat16.
         vote: a consumer leaves out tiles that its rows can do without, by ``limit``, a float32; else that is None.
-        noted: ``tile_map``, uint8 ``[B, H, units of 64 rows, key tiles]``, is filled as
+        noted: ``tile_map``, uint8 ``[B, H, units of 64 rows, key tiles, or blocks]``, is filled as
             :mod:`flashnumba.tiles.sparse` has it; else None.
-        broken: plants one of :data:`FAULTS` or of :data:`VOTE_FAULTS`.
+        broken: plants one of :data:`FAULTS`, of :data:`VOTE_FAULTS`, or of
+            :data:`flashnumba.tiles.specialised_lists.FAULTS`.
     """
     bm, bn, consumers, slots = tiles.bm, tiles.bn, tiles.consumers, tiles.slots
     part, slot_bytes, bar_bytes, all_words = tiles.part, tiles.slot, 8 * tiles.bars, tiles.words
     panels, k_panel = tiles.d // PANEL, 2 * bn * PANEL
+    count_of, open_list, keys_of, find = make_keys(tiles, broken)
+    gathered, pieces = tiles.block > 0, bn // tiles.keys
     made, own_steps = make_ring(tiles, vote, broken), make_consumer_steps(tiles, element, broken)
     bar, one, after, make_bars, load_q, load_kv, begin, say_stop = made
     take_step = make_take_step(tiles, element, made, own_steps, vote, broken)
@@ -111,21 +118,13 @@ def make_specialised(
     store_panel = make_panel_store(element, staged, batched=True)
     o_regs, s_regs, p_regs, d_groups = tiles.d // 2, bn // 2, bn // 4, tiles.d // 8
     own_threads, turn_threads, v_stride = OWN_THREADS, TURN_THREADS, 512 if broken == "stride" else 1024
-    next_row, ends = int(broken != "causal"), vote and broken != "end"
+    ends = vote and broken != "end"
     syncs, signs, waits_v, lets_go, early = (
         broken != "init", broken != "sign", broken != "v_wait", broken != "last_v", broken == "rows"
     )  # fmt: skip
 
     @device
-    def keys_of(tile, m_rows, n_rows, causal, scale):
-        """How many tiles of keys a row tile has, and how many of them all its rows see whole, int32."""
-        end, whole = seen_keys(tile * bm, bm, n_rows, n_rows - m_rows, causal, next_row)
-        if scale == float32(0):
-            whole = int64(0)  # S is made zero where it is masked
-        return int32((end + (bn - 1)) // bn), int32(whole // bn)
-
-    @device
-    def produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps):
+    def produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts):
         group, grid = uint32(q.shape[1]) // uint32(k.shape[1]), uint32(cuda.gridDim.x)
         row_tiles, heads = uint32((q.shape[2] + (bm - 1)) // bm), uint32(q.shape[0] * q.shape[1])
         near = heads_near(heads, group, k.shape[2], q.shape[3] * 2)
@@ -140,13 +139,24 @@ def make_specialised(
                     head, tile = longest_first(unit, row_tiles, heads, near, causal)
                 if tile < row_tiles:  # the middle one of an odd number has no partner
                     batch, head = head // uint32(q.shape[1]), head % uint32(q.shape[1])
-                    last, _ = keys_of(int64(tile), q.shape[2], k.shape[2], causal, scale)
-                    load_q(q_tile, bars, words, turn, maps[0], tile, head, batch)
+                    count = count_of(counts, batch, head, tile)
+                    listed = open_list(indices, batch, head, tile, count, k.shape[2])
+                    last, _ = keys_of(listed, int64(tile), q.shape[2], k.shape[2], causal, scale)
+                    load_q(q_tile, bars, words, turn, maps[0], tile, head, batch, count)
                     state = load_kv(
-                        k_ring, v_ring, bars, words, maps[1:], state, last, int32(head // group), int32(batch)
+                        k_ring, v_ring, bars, words, maps[1:], state, last, listed, int32(head // group), int32(batch)
                     )  # fmt: skip
                     turn += uint32(1)
         say_stop(bars, words, turn)
+
+    @device
+    def mark(tile_map, batch, head, unit, listed, j, computed):
+        """In the map, what became of tile j."""
+        at = cuda.local.array(pieces, int32)
+        find(at, listed, j)
+        for i in range(pieces):
+            if at[i] < tile_map.shape[3]:
+                tile_map[batch, head, unit, at[i]] = uint8(COMPUTED if computed else SKIPPED)
 
     @device
     def told(words, at, lane):
@@ -176,7 +186,7 @@ def make_specialised(
 
     @device
     def consume(
-        q_tile, o_tile, k_ring, v_ring, bars, words, lse, scale, causal, o_map, limit, tile_map, m_rows, n_rows
+        q_tile, o_tile, k_ring, v_ring, bars, words, lse, scale, causal, o_map, limit, indices, tile_map, m_rows, n_rows
     ):  # fmt: skip
         # A shuffle says nothing new here; but the compiler then keeps what follows from it once a warp.
         mine = shfl_idx(int32((cuda.threadIdx.x >> 7) - 1), int32(0))
@@ -200,19 +210,24 @@ def make_specialised(
             if tile == int64(STOP):
                 break
             head, batch = told(words, 4, lane), told(words, 8, lane)
+            count = int32(0)
+            if gathered:
+                count = int32(told(words, 12, lane))
             if apart and early and lane == 0:
                 mbarrier_arrive(one(bars, Q_EMPTY))
-            last, whole = keys_of(tile, m_rows, n_rows, causal, scale)
+            listed = open_list(indices, batch, head, tile, count, n_rows)
+            last, whole = keys_of(listed, tile, m_rows, n_rows, causal, scale)
             first_row = tile * bm + int64(ROWS * mine)
             row = first_row + int64(16 * warp + (lane >> 2))
-            view = row, n_rows - m_rows, causal, n_rows, whole, scale, factor, limit
+            view = row, n_rows - m_rows, causal, n_rows, whole, scale, factor, limit, listed
             who = bars, words, mine, leads, lane, done
             clear(acc, m, l)
             if vote:
                 shut_out(m, m_rows - row, factor)
             if noted and first_row < m_rows:
-                for t in range(last + thread, int32(tile_map.shape[3]), int32(own_threads)):
-                    tile_map[batch, head, first_row // ROWS, t] = uint8(0)  # what no row of the row tile may see
+                unseen = int32(0) if gathered else last  # what no row of the row tile may see, or is not listed
+                for t in range(unseen + thread, int32(tile_map.shape[3]), int32(own_threads)):
+                    tile_map[batch, head, first_row // ROWS, t] = uint8(0)
             if scale < float32(0) and signs:
                 negate_q(q_mine, thread)
                 bar_sync(int32(OWN) + mine, int32(own_threads))  # the consumer's rows are turned
@@ -220,12 +235,14 @@ def make_specialised(
             if not vote and last > 0:  # so that in the loop there is always a product left
                 ring, first = after(ring[0], ring[1]), int32(1)
                 left = take_step(acc, s, p, m, l, firsts, ring, ring, False, int32(0), view, who)
+                if noted and leads and first_row < m_rows:
+                    mark(tile_map, batch, head, first_row // ROWS, listed, int32(0), True)
             for j in range(first, last):
                 before = ring
                 ring = after(ring[0], ring[1])
                 left = take_step(acc, s, p, m, l, firsts, ring, before, left if vote else True, j, view, who)
                 if noted and leads and first_row < m_rows:
-                    tile_map[batch, head, first_row // ROWS, j] = uint8(COMPUTED if left else SKIPPED)
+                    mark(tile_map, batch, head, first_row // ROWS, listed, j, left)
             if left and ends:
                 mbarrier_wait(one(bars, END), turn & uint32(1))  # V's slot is in the last tile's phase
                 syncwarp()  # with Q's place given back the END after this one may come: no lane waits for this one
@@ -254,7 +271,7 @@ def make_specialised(
             all_read()
 
     @device
-    def attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map):
+    def attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map):
         smem = cuda.shared.array(0, uint8)
         at = uint32((shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT))
         q_tile = shfl_idx(at, int32(0))  # as above
@@ -276,11 +293,13 @@ def make_specialised(
         if cuda.threadIdx.x < 128:
             give()
             if cuda.threadIdx.x == 0:
-                produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, (q_map, k_map, v_map))
+                maps = (q_map, k_map, v_map)
+                produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts)
         else:
             take()
             consume(
-                q_tile, o_tile, k_ring, v_ring, bars, words, lse, scale, causal, o_map, limit, tile_map, m_rows, n_rows
+                q_tile, o_tile, k_ring, v_ring, bars, words, lse, scale, causal, o_map, limit, indices, tile_map,
+                m_rows, n_rows
             )  # fmt: skip
 
     return attend

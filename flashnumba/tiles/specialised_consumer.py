@@ -24,11 +24,11 @@ from flashnumba.machine.instructions import (
     wgmma_fence,
     wgmma_wait,
 )
-from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
+from flashnumba.machine.numba import cuda, float32, int32, uint32, uint64
 from flashnumba.tiles import skip
 from flashnumba.tiles.attention import make_steps
-from flashnumba.tiles.rows import make_hide
 from flashnumba.tiles.skip import make_needs
+from flashnumba.tiles.specialised_lists import make_hide_tile, make_keys
 from flashnumba.tiles.specialised_producer import DECIDED, K_EMPTY, K_FULL, V_EMPTY, V_FULL, Ring
 from flashnumba.tiles.specialised_steps import ConsumerSteps
 from flashnumba.tiles.specialised_tiles import DECISIONS, SpecialisedTiles
@@ -54,9 +54,10 @@ def make_take_step(
 
     Args of it: O, S, P, maxima and sums; the descriptors of the consumer's Q and of slots 0 of K and V; the slot of
     step j and the parity of its phase, and those of the step before; whether that has left a product; ``view`` is
-    ``(row, offset, causal, n_rows, whole, scale, factor, limit)``, the lane's first row, N - M, and the tiles that all
-    rows see whole; ``who`` is ``(bars, words, mine, leads, lane, done)``, the last the tiles
-    of keys that the block has done before. It returns whether this step leaves a product.
+    ``(row, offset, causal, n_rows, whole, scale, factor, limit, listed)``, the lane's first row, N - M, the tiles that
+    all rows see whole, and the list of :mod:`flashnumba.tiles.specialised_lists`; ``who`` is ``(bars, words, mine,
+    leads, lane, done)``, the last the tiles of keys that the block has done before. It returns whether this step leaves
+    a product.
     """
     consumers, slot_bytes, bar = tiles.consumers, tiles.slot, ring.bar
     multiply_qk, multiply_pv, find_tops, weights, rescale, pack = steps[1:]
@@ -64,7 +65,7 @@ def make_take_step(
     seen_as = tiles.of_consumer
     shared = make_steps(seen_as, element)
     flatten, new_maximum = shared.flatten, shared.new_maximum
-    hide = make_hide(seen_as, shared.mask, tail=broken != "tail", next_row=int(broken != "causal"))
+    hide = make_hide_tile(tiles, shared.mask, make_keys(tiles, broken), broken)
     needs = make_needs(seen_as, broken if broken in skip.FAULTS else "", together=False)
     own_threads, turn_threads = OWN_THREADS, TURN_THREADS
     waits_k, waits_v, early, shift = (
@@ -103,14 +104,14 @@ def make_take_step(
     @device
     def look(tops, s, m, ring, j, view, who):
         """S_j is there: whether the consumer's rows need it."""
-        row, offset, causal, n_rows, whole, scale, factor, limit = view
+        row, offset, causal, n_rows, whole, scale, factor, limit, listed = view
         bars, _, mine, leads, lane, _ = who
         if leads:
             mbarrier_arrive(bar(bars, K_EMPTY, ring[0]))
         if j >= whole:
             if scale == float32(0):
                 flatten(s)
-            hide(s, int64(j), row, int64(1), offset, causal, n_rows, lane)
+            hide(s, listed, j, row, offset, causal, n_rows, lane)
         find_tops(tops, s)
         needed = True
         if vote:

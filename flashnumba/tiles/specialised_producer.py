@@ -36,8 +36,9 @@ from flashnumba.machine.instructions import (
     st_shared_b32,
     tma_load_4d,
 )
-from flashnumba.machine.numba import int32, uint32
+from flashnumba.machine.numba import cuda, int32, uint32
 from flashnumba.tiles.ring import make_after
+from flashnumba.tiles.specialised_lists import make_keys
 from flashnumba.tiles.specialised_tiles import DECISIONS, PANEL, ROWS, SpecialisedTiles
 
 __all__ = ["DECIDED", "END", "FAULTS", "K_EMPTY", "K_FULL", "Q_EMPTY", "Q_FULL", "STOP", "VOTE_FAULTS", "V_EMPTY",
@@ -62,9 +63,10 @@ class Ring(NamedTuple):
         one: ``(bars, which) -> address`` of an mbarrier that there is one of.
         after: of :func:`flashnumba.tiles.ring.make_after`.
         make: ``(bars, words)``: all mbarriers, by one thread.
-        load_q: ``(q_tile, bars, words, turn, q_map, tile, head, batch)``: the block's ``turn``-th tile of rows.
-        load_kv: ``(k_ring, v_ring, bars, words, maps, state, steps, head, batch) -> state``: all tiles of keys for it,
-            ``steps`` of them, int32. ``maps`` are those of k and v; ``state`` is what :attr:`begin` makes.
+        load_q: ``(q_tile, bars, words, turn, q_map, tile, head, batch, count)``: the block's ``turn``-th tile of rows,
+            whose list has ``count`` blocks.
+        load_kv: ``(k_ring, v_ring, bars, words, maps, state, steps, listed, head, batch) -> state``: all tiles of keys
+            for it, ``steps`` of them, int32. ``maps`` are those of k and v; ``state`` is what :attr:`begin` makes.
         begin: ``() -> state``: of the rings, before the first tile.
         stop: ``(bars, words, turn)``: there is no ``turn``-th tile of rows.
     """
@@ -86,6 +88,8 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
     panels, q_panel, k_panel = tiles.d // PANEL, 2 * ROWS * PANEL, 2 * bn * PANEL
     after = make_after(slots)
     first, filled, all_bars, all_words = 3, 3 + 2 * slots, tiles.bars, tiles.words
+    keys, pieces, find = tiles.keys, bn // tiles.keys, make_keys(tiles, broken).find
+    listed_keys = tiles.block > 0
     expected = slot_bytes - (16 if broken == "bytes" else 0)
     waits_k, waits_v, waits_q = (broken != x for x in ("empty", "full", "q_empty"))
     in_turn, comes, wrong_head = broken != "unwanted", broken != "unread", int(broken == "head")
@@ -107,10 +111,12 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
             st_shared_b32(words + uint32(4 * i), uint32(0))
 
     @device
-    def load_tile(target, tensor, full, j, head, batch):
+    def load_tile(target, tensor, full, at, head, batch):
         mbarrier_arrive_expect_tx(full, uint32(expected))
-        for i in range(panels):
-            tma_load_4d(target + uint32(i * k_panel), tensor, full, int32(PANEL * i), j * int32(bn), head, batch)
+        for piece in range(pieces):
+            for i in range(panels):
+                to = target + uint32(i * k_panel + piece * 2 * keys * PANEL)
+                tma_load_4d(to, tensor, full, int32(PANEL * i), at[piece] * int32(keys), head, batch)
 
     @device
     def say_which(bars, words, turn, tile):
@@ -124,10 +130,12 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
         mbarrier_arrive(one(bars, Q_FULL))
 
     @device
-    def load_q(q_tile, bars, words, turn, q_map, tile, head, batch):
+    def load_q(q_tile, bars, words, turn, q_map, tile, head, batch, count):
         say_which(bars, words, turn, tile)
         st_shared_b32(words + uint32(4 * all_words + 4), uint32(head))
         st_shared_b32(words + uint32(4 * all_words + 8), uint32(batch))
+        if listed_keys:
+            st_shared_b32(words + uint32(4 * all_words + 12), uint32(count))
         full = one(bars, Q_FULL)
         mbarrier_arrive_expect_tx(full, uint32(consumers * part))
         for c in range(consumers):
@@ -137,10 +145,10 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
                 tma_load_4d(target, q_map, full, int32(PANEL * i), row, int32(head), int32(batch))
 
     @device
-    def load_k(k_ring, bars, k_map, slot, parity, j, head, batch):
+    def load_k(k_ring, bars, k_map, slot, parity, at, head, batch):
         if waits_k:
             mbarrier_wait(bar(bars, K_EMPTY, slot), parity)  # all consumers have let the slot go
-        load_tile(k_ring + slot * uint32(slot_bytes), k_map, bar(bars, K_FULL, slot), j, head, batch)
+        load_tile(k_ring + slot * uint32(slot_bytes), k_map, bar(bars, K_FULL, slot), at, head, batch)
 
     @device
     def free_v(bars, slot, parity):
@@ -148,22 +156,25 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
             mbarrier_wait(bar(bars, V_EMPTY, slot), parity)
 
     @device
-    def load_v(v_ring, bars, v_map, slot, j, head, batch):
-        load_tile(v_ring + slot * uint32(slot_bytes), v_map, bar(bars, V_FULL, slot), j, head, batch)
+    def load_v(v_ring, bars, v_map, slot, at, head, batch):
+        load_tile(v_ring + slot * uint32(slot_bytes), v_map, bar(bars, V_FULL, slot), at, head, batch)
 
     @device
     def begin():
         return uint32(0), uint32(1)
 
     @device
-    def load_kv(k_ring, v_ring, bars, words, maps, state, steps, head, batch):
+    def load_kv(k_ring, v_ring, bars, words, maps, state, steps, listed, head, batch):
         k_map, v_map = maps
         slot, parity = state
         head += int32(wrong_head)
+        at = cuda.local.array(pieces, int32)
+        find(at, listed, int32(0))
         for j in range(int32(0), steps):
-            load_k(k_ring, bars, k_map, slot, parity, j, head, batch)
+            load_k(k_ring, bars, k_map, slot, parity, at, head, batch)
             free_v(bars, slot, parity)
-            load_v(v_ring, bars, v_map, slot, j, head, batch)
+            load_v(v_ring, bars, v_map, slot, at, head, batch)
+            find(at, listed, j + int32(1))  # a list is looked up while the slot is waited for
             slot, parity = after(slot, parity)
         return slot, parity
 
@@ -189,25 +200,30 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
         return uint32(0), uint32(1), uint32(0), uint32(1), uint32(0)
 
     @device
-    def load_wanted(k_ring, v_ring, bars, words, maps, state, steps, head, batch):
+    def load_wanted(k_ring, v_ring, bars, words, maps, state, steps, listed, head, batch):
         k_map, v_map = maps
         slot, parity, v_slot, v_parity, heard = state
         head += int32(wrong_head)
         ordered = False
+        at = cuda.local.array(pieces, int32)
+        v_at = cuda.local.array(pieces, int32)
+        find(at, listed, int32(0))
         for j in range(int32(0), steps + int32(slots)):
             if j < steps:
-                load_k(k_ring, bars, k_map, slot, parity, j, head, batch)
+                load_k(k_ring, bars, k_map, slot, parity, at, head, batch)
                 slot, parity = after(slot, parity)
                 if j == int32(0):
                     free_v(bars, v_slot, v_parity)
-                    load_v(v_ring, bars, v_map, v_slot, j, head, batch)  # the first is always wanted
+                    load_v(v_ring, bars, v_map, v_slot, at, head, batch)  # the first is always wanted
                     ordered = True
+                find(at, listed, j + int32(1))
             t = j - int32(slots)
             if t >= int32(0):
                 wanted = hear(bars, words, v_slot, v_parity, ordered, heard)
                 heard += uint32(1)
                 if wanted and not ordered:
-                    load_v(v_ring, bars, v_map, v_slot, t, head, batch)
+                    find(v_at, listed, t)
+                    load_v(v_ring, bars, v_map, v_slot, v_at, head, batch)
                 if not wanted and not ordered and in_turn:
                     mbarrier_arrive(bar(bars, V_FULL, v_slot))
                 if not wanted and ordered and comes:
@@ -215,8 +231,9 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
                 v_slot, v_parity = after(v_slot, v_parity)
                 ordered = wanted and t + int32(1) < steps
                 if ordered:
+                    find(v_at, listed, t + int32(1))
                     free_v(bars, v_slot, v_parity)
-                    load_v(v_ring, bars, v_map, v_slot, t + int32(1), head, batch)
+                    load_v(v_ring, bars, v_map, v_slot, v_at, head, batch)
             if j == steps:
                 mbarrier_arrive(one(bars, END))  # stands for a tile after the last
         return slot, parity, v_slot, v_parity, heard

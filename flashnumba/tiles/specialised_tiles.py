@@ -43,6 +43,8 @@ class SpecialisedTiles:
         bn: keys of a tile, a multiple of 16.
         consumers: warpgroups that multiply, 64 rows each.
         slots: tiles of K, and as many of V, in shared memory.
+        block: a tile is gathered from blocks of so many keys, a divisor of ``bn``, which need not be neighbours; 0: it
+            is one.
 
     Raises:
         ValueError: sizes that do not go together; the message says which.
@@ -52,6 +54,7 @@ class SpecialisedTiles:
     bn: int = 128
     consumers: int = 2
     slots: int = 2
+    block: int = 0
 
     def __post_init__(self) -> None:
         if self.d % PANEL or not PANEL <= self.d <= 256:
@@ -62,6 +65,8 @@ class SpecialisedTiles:
             raise ValueError(
                 f"{self.consumers} consumers and {self.slots} slots; they must be 2 or 3, and 2 to {DECISIONS // 2}"
             )
+        if self.block and (self.block % 8 or self.bn % self.block):
+            raise ValueError(f"blocks of {self.block} keys; they must be multiples of 8 that make up {self.bn}")
         if self.operands + 24 > self.registers:
             raise ValueError(
                 f"d {self.d} and bn {self.bn} take {self.operands} registers for O, S and P, and 24 the rest; a thread "
@@ -89,6 +94,11 @@ class SpecialisedTiles:
         """What a consumer's thread gets of what the launch and the producer leave."""
         launched = 65536 // self.threads // 8 * 8
         return min(240, (launched * (1 + self.consumers) - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+
+    @property
+    def keys(self) -> int:
+        """That lie together: of a block, or of a tile."""
+        return self.block or self.bn
 
     @property
     def part(self) -> int:
@@ -134,7 +144,7 @@ class SpecialisedTiles:
     @property
     def boxes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What the copy engine moves at once, by array."""
-        rows = {"q": ROWS, "k": self.bn, "v": self.bn, "o": 16}
+        rows = {"q": ROWS, "k": self.keys, "v": self.keys, "o": 16}
         return tuple((name, (1, 1, n, PANEL)) for name, n in rows.items())
 
     @property

@@ -15,7 +15,6 @@ from flashnumba.machine.instructions import vote_ballot
 from flashnumba.machine.numba import cuda, int32, int64, uint32
 from flashnumba.stages.sparsity.problem import Launch, Shape
 from flashnumba.tiles.schedule import seen_keys
-from flashnumba.tiles.sizes import AttentionTiles
 
 __all__ = ["FAULTS", "list_shapes", "make_pack", "mask_shape", "pack_launch"]
 
@@ -59,10 +58,10 @@ def make_pack(bm: int, bn: int, block_m: int, block_n: int, broken: str = "") ->
     return pack
 
 
-def list_shapes(shape: Shape, tiles: AttentionTiles) -> dict[str, tuple[int, ...]]:
+def list_shapes(shape: Shape, bm: int, bn: int) -> dict[str, tuple[int, ...]]:
     """Of ``indices`` and ``counts``; a list is as long as all keys are."""
-    counts = (shape.batch, shape.heads, -(-shape.m // tiles.bm))
-    return {"indices": (*counts, max(1, -(-shape.n // tiles.bn))), "counts": counts}
+    counts = (shape.batch, shape.heads, -(-shape.m // bm))
+    return {"indices": (*counts, max(1, -(-shape.n // bn))), "counts": counts}
 
 
 def mask_shape(shape: Shape, block_m: int, block_n: int) -> tuple[int, int, int, int]:
@@ -70,8 +69,8 @@ def mask_shape(shape: Shape, block_m: int, block_n: int) -> tuple[int, int, int,
     return shape.batch, shape.heads, -(-shape.m // block_m), -(-shape.n // block_n)
 
 
-def pack_launch(shape: Shape, tiles: AttentionTiles, block_m: int, block_n: int, broken: str = "") -> Launch:
-    """Makes ``indices`` and ``counts`` of ``mask``."""
-    pack = make_pack(tiles.bm, tiles.bn, block_m, block_n, broken)
-    lists = shape.batch * shape.heads * -(-shape.m // tiles.bm)
+def pack_launch(shape: Shape, bm: int, bn: int, block_m: int, block_n: int, broken: str = "") -> Launch:
+    """Makes ``indices`` and ``counts`` of ``mask``, for row tiles of ``bm`` rows and tiles of ``bn`` keys."""
+    pack = make_pack(bm, bn, block_m, block_n, broken)
+    lists = shape.batch * shape.heads * -(-shape.m // bm)
     return Launch(pack, -(-lists // WARPS), pack.threads, 0, ARGS)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.machine.numba import cuda, uint32
 from flashnumba.stages.heads import ARGUMENTS
-from flashnumba.stages.sparsity import lists, pool, predict, sla_plans
+from flashnumba.stages.sparsity import lists, predict, sla_plans
 from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
 from flashnumba.tiles.forward import check_element, tier, tiles_for
@@ -146,8 +146,9 @@ def plan_blocks(
     attend = attend_launch(
         shape, tiles, vote=vote, keep_sum=keep_sum, listed=True, noted=noted, name=name, broken=broken
     )  # fmt: skip
-    scratch = lists.list_shapes(shape, tiles) | ({"tile_map": map_shape(shape, tiles, vote)} if noted else {})
-    return Plan((lists.pack_launch(shape, tiles, block_m, block_n, broken), attend), scratch)
+    scratch = lists.list_shapes(shape, tiles.bm, tiles.bn) | ({"tile_map": map_shape(shape, tiles, vote)} if noted else {})
+    pack = lists.pack_launch(shape, tiles.bm, tiles.bn, block_m, block_n, broken)
+    return Plan((pack, attend), scratch)
 
 
 def plan_sparge(
@@ -163,10 +164,7 @@ def plan_sparge(
         shape, block_m=block_m, block_n=block_n, vote=vote, keep_sum=keep_sum, noted=noted, tiles=tiles, name="sparge",
         broken=broken,
     )  # fmt: skip
-    pools = pool.pool_launches(shape, block_m, block_n, broken)
-    choose = predict.choose_launch(shape, block_m, block_n, by_count, broken)
-    made = pool.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
-    return Plan((*pools, choose, *rest.launches), rest.scratch | made)
+    return predict.plan_predicted(shape, rest, block_m, block_n, by_count, broken)
 
 
 def compile_cases() -> Iterator[CompileCase]:

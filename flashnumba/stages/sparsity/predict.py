@@ -29,12 +29,13 @@ from flashnumba.machine.instructions import (
     vote_ballot,
 )
 from flashnumba.machine.numba import cuda, float32, int32, int64, uint32
-from flashnumba.stages.sparsity.problem import Launch, Shape
+from flashnumba.stages.sparsity import lists, pool
+from flashnumba.stages.sparsity.problem import Launch, Plan, Shape
 from flashnumba.tiles.online import LOG2_E, NOTHING
 from flashnumba.tiles.reduce import lanes_max, lanes_sum
 from flashnumba.tiles.schedule import seen_keys
 
-__all__ = ["ALL", "FAULTS", "MOST_BLOCKS", "choose_launch", "make_choose"]
+__all__ = ["ALL", "FAULTS", "MOST_BLOCKS", "choose_launch", "make_choose", "plan_predicted"]
 
 WARPS = 4
 """A block, each with a block of rows."""
@@ -193,3 +194,17 @@ def choose_launch(shape: Shape, block_m: int, block_n: int, by_count: bool, brok
     room = max(512, 1 << max(0, blocks - 1).bit_length())  # few sizes, as each is prepared once
     shared = 4 * WARPS * min(room, MOST_BLOCKS)
     return Launch(choose, shape.batch * shape.heads * -(-rows // WARPS), choose.threads, shared, CHOOSE_ARGS)
+
+
+def plan_predicted(
+    shape: Shape, attend: Plan, block_m: int, block_n: int, by_count: bool, broken: str = ""
+) -> Plan:  # fmt: skip
+    """``attend``, a plan over the blocks of a mask, with the launches before it that make the mask.
+
+    Raises:
+        ValueError: as :func:`choose_launch`.
+    """
+    pools = pool.pool_launches(shape, block_m, block_n, broken)
+    choose = choose_launch(shape, block_m, block_n, by_count, broken)
+    made = pool.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
+    return Plan((*pools, choose, *attend.launches), attend.scratch | made)

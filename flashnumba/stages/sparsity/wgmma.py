@@ -1,10 +1,15 @@
-"""BLASST on Hopper: the kernel of ``flash_forward.wgmma``, whose consumers vote on each tile.
+"""Sparse attention on Hopper: the kernel of ``flash_forward.wgmma``, told by a threshold or by a list what to leave out.
 
-Beside ``blasst`` the rows that agree are the 64 of a consumer, not the block's: a product of wgmma is of 64 rows. V of
-a tile that nobody wants is not read. What is left out costs one product and a maximum; the vote, which lies between
-that product and the softmax, costs something where nothing is left out: :mod:`flashnumba.tiles.specialised`.
+    blasst_wgmma          every tile of K is multiplied; its exponentials and V only where 64 rows agree they matter
+    block_sparse_wgmma    only the blocks of a list, made from a mask; among them the vote, if it is wanted
 
-Source: BLASST, arXiv 2512.12087.
+Beside their likes in :mod:`flashnumba.stages.sparsity.mma` the rows that agree are the 64 of a consumer, not a warp's
+or the block's: a product of wgmma is of 64 rows. V of a tile that nobody wants is not read. What is left out by vote
+costs one product and a maximum; the vote, which lies between that product and the softmax, costs something where
+nothing is left out: :mod:`flashnumba.tiles.specialised`. Blocks of a list are gathered into tiles of more keys:
+:mod:`flashnumba.tiles.specialised_lists`.
+
+Sources: BLASST, arXiv 2512.12087; SpargeAttn, arXiv 2502.18137, algorithm 1.
 """
 
 from __future__ import annotations
@@ -15,42 +20,87 @@ from typing import TYPE_CHECKING
 
 from flashnumba.machine.function import Kernel, kernel
 from flashnumba.stages.heads import map_of
+from flashnumba.stages.sparsity import lists, predict
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape, signature
 from flashnumba.tiles.specialised import make_specialised
-from flashnumba.tiles.specialised_tiles import ROWS, SpecialisedTiles, check_specialised, tiles_for
+from flashnumba.tiles.specialised_tiles import ROWS, SpecialisedTiles, check_specialised, takes, tiles_for
 
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["compile_cases", "make_blasst", "plan_blasst", "tile_of"]
+__all__ = ["BLOCK", "compile_cases", "list_tiles", "make_sparse", "plan_blasst", "plan_blocks", "plan_sparge",
+           "takes_blocks", "tile_of"]  # fmt: skip
 
 ARGUMENTS = ("q", "k", "lse", "scale", "causal", *(map_of(name) for name in "qkvo"), "limit")
+BLOCK = 64
+"""Keys of a list's blocks."""
 
 
 @cache
-def make_blasst(tiles: SpecialisedTiles, element: str, *, noted: bool = False, broken: str = "") -> Kernel:
-    """The kernel ``(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit)``, with ``tile_map`` if ``noted``.
-
-    Args:
-        broken: plants one of :data:`flashnumba.tiles.specialised.FAULTS` or of its ``VOTE_FAULTS``.
-    """
-    attend = make_specialised(tiles, element, vote=True, noted=noted, broken=broken)
-    options = {"threads": tiles.threads, "min_blocks": 1, "arch": "90a", "name": "sparsity.blasst_wgmma"}
+def make_sparse(
+    tiles: SpecialisedTiles, element: str, *, vote: bool = False, noted: bool = False, name: str, broken: str = ""
+) -> Kernel:  # fmt: skip
+    """The kernel ``(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit)``; ``indices, counts`` follow if
+    ``tiles.block``, ``tile_map`` if ``noted``. Arguments as :func:`flashnumba.tiles.specialised.make_specialised`."""
+    attend = make_specialised(tiles, element, vote=vote, noted=noted, broken=broken)
+    options = {"threads": tiles.threads, "min_blocks": 1, "arch": "90a", "name": f"sparsity.{name}"}
 
     @kernel(**options)
     def plain(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, None, None)
+
+    @kernel(**options)
+    def by_list(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts):
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, None)
 
     @kernel(**options)
     def with_map(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, None, tile_map)
 
-    return with_map if noted else plain
+    @kernel(**options)
+    def by_list_with_map(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map):
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map)
+
+    listed = tiles.block > 0
+    return {(False, False): plain, (True, False): by_list, (False, True): with_map, (True, True): by_list_with_map}[
+        listed, noted
+    ]
 
 
 def tile_of(shape: Shape) -> tuple[int, int]:
-    """Rows and keys that a decision is about."""
+    """Rows and keys that a vote without a list is about."""
     return ROWS, tiles_for(shape.d, shape.n).bn
+
+
+def list_tiles(d: int) -> SpecialisedTiles:
+    """Tiles of 128 rows, gathered from blocks of :data:`BLOCK` keys."""
+    if d <= 128:
+        return SpecialisedTiles(64 if d <= 64 else 128, 128, block=BLOCK)
+    return SpecialisedTiles(192, BLOCK, slots=3, block=BLOCK) if d <= 192 else SpecialisedTiles(256, BLOCK, block=BLOCK)
+
+
+def takes_blocks(shape: Shape, block_m: int) -> bool:
+    """Whether wgmma takes a problem with a mask of blocks of ``block_m`` rows, and any multiple of :data:`BLOCK` keys:
+    a row tile of it has 128."""
+    return takes(shape.element, shape.arch, shape.mapped) and block_m % list_tiles(shape.d).bm == 0
+
+
+def attend_launch(shape: Shape, tiles: SpecialisedTiles, vote: bool, noted: bool, name: str, broken: str) -> Launch:
+    """The launch of :func:`make_sparse`, a block for each row tile: nobody knows how long each takes.
+
+    Raises:
+        ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`.
+    """
+    check_specialised(shape.element, shape.arch, shape.mapped)
+    made = make_sparse(tiles, shape.element, vote=vote, noted=noted, name=name, broken=broken)
+    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    args = (*ARGUMENTS, *(("indices", "counts") if tiles.block else ()), *(("tile_map",) if noted else ()))
+    return Launch(made, blocks, tiles.threads, tiles.shared, args, tiles.boxes)
+
+
+def map_shape(shape: Shape, tiles: SpecialisedTiles) -> tuple[int, int, int, int]:
+    """Of ``tile_map``."""
+    return shape.batch, shape.heads, -(-shape.m // ROWS), -(-shape.n // tiles.keys)
 
 
 def plan_blasst(
@@ -64,23 +114,70 @@ def plan_blasst(
     Raises:
         ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`.
     """
-    check_specialised(shape.element, shape.arch, shape.mapped)
     tiles = tiles or tiles_for(shape.d, shape.n)
-    made = make_blasst(tiles, shape.element, noted=noted, broken=broken)
-    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch  # nobody knows how long each takes
-    args = (*ARGUMENTS, *(("tile_map",) if noted else ()))
-    scratch = {"tile_map": (shape.batch, shape.heads, -(-shape.m // ROWS), -(-shape.n // tiles.bn))} if noted else {}
-    return Plan((Launch(made, blocks, tiles.threads, tiles.shared, args, tiles.boxes),), scratch)
+    launch = attend_launch(shape, tiles, True, noted, "blasst_wgmma", broken)
+    return Plan((launch,), {"tile_map": map_shape(shape, tiles)} if noted else {})
+
+
+def plan_blocks(
+    shape: Shape, *, block_m: int = 128, block_n: int = BLOCK, vote: bool = False, noted: bool = False,
+    tiles: SpecialisedTiles | None = None, name: str = "block_sparse_wgmma", broken: str = "",
+) -> Plan:  # fmt: skip
+    """The blocks of ``mask``, which is given; of the tiles gathered from them 64 rows may leave out some if ``vote``.
+
+    Args:
+        tiles: :func:`list_tiles` if None.
+
+    Raises:
+        ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`, or blocks that no tiles make up.
+    """
+    tiles = tiles or list_tiles(shape.d)
+    if block_m <= 0 or block_n <= 0 or block_m % tiles.bm or block_n % tiles.keys:
+        raise ValueError(
+            f"block_m and block_n are {block_m} and {block_n}; they must be multiples of {tiles.bm} and {tiles.keys}"
+        )
+    attend = attend_launch(shape, tiles, vote, noted, name, broken)
+    pack = lists.pack_launch(shape, tiles.bm, tiles.keys, block_m, block_n, broken)
+    scratch = lists.list_shapes(shape, tiles.bm, tiles.keys)
+    return Plan((pack, attend), scratch | ({"tile_map": map_shape(shape, tiles)} if noted else {}))
+
+
+def plan_sparge(
+    shape: Shape, *, by_count: bool = False, block_m: int = 128, block_n: int = BLOCK, vote: bool = False,
+    noted: bool = False, tiles: SpecialisedTiles | None = None, broken: str = "",
+) -> Plan:  # fmt: skip
+    """A mask by prediction, and attention over its blocks.
+
+    Raises:
+        ValueError: as :func:`plan_blocks`, or too many blocks of keys.
+    """
+    rest = plan_blocks(
+        shape, block_m=block_m, block_n=block_n, vote=vote, noted=noted, tiles=tiles, name="sparge_wgmma",
+        broken=broken,
+    )  # fmt: skip
+    return predict.plan_predicted(shape, rest, block_m, block_n, by_count, broken)
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """The kernel as it is launched, for the compiler's tables and gates."""
+    """Kernels as they are launched, for the compiler's tables and gates."""
     from flashnumba.machine.compiler import CompileCase
+
+    def case(title: str, launch: Launch, element: str) -> CompileCase:
+        wanted = signature(element, launch.args)
+        return CompileCase(f"sparsity.{title}", launch.kernel, wanted, launch.threads, launch.shared)
 
     for element, d, n, noted in (
         ("float16", 64, 16384, False), ("float16", 128, 16384, False), ("float16", 128, 4096, True),
         ("bfloat16", 128, 16384, False), ("float16", 192, 16384, False), ("float16", 256, 16384, False),
     ):  # fmt: skip
         (launch,) = plan_blasst(Shape(element, 1, 1, 1, n, n, d), noted=noted).launches
-        name = f"sparsity.blasst_wgmma {element} d {d}, {n} keys{', with a map' if noted else ''}"
-        yield CompileCase(name, launch.kernel, signature(element, launch.args), launch.threads, launch.shared)
+        yield case(f"blasst_wgmma {element} d {d}, {n} keys{', with a map' if noted else ''}", launch, element)
+    for element, d, vote, noted in (
+        ("float16", 64, False, False), ("float16", 128, False, False), ("float16", 128, True, False),
+        ("float16", 128, True, True), ("bfloat16", 128, False, False), ("float16", 192, False, False),
+        ("float16", 256, False, False),
+    ):  # fmt: skip
+        shape = Shape(element, 1, 1, 1, 4096, 4096, d)
+        launch = plan_blocks(shape, vote=vote, noted=noted).launches[-1]
+        how = f"{', with votes' if vote else ''}{' and a map' if noted else ''}"
+        yield case(f"block_sparse_wgmma {element} d {d}{how}", launch, element)
