@@ -27,6 +27,8 @@ __all__ = ["blasst_attention", "block_sparse_attention", "sparge_attention", "wa
 
 DECODE_ROWS = 64
 """Query rows for each head of k up to which a step is one of decoding."""
+NEVER = 50.0
+"""SpargeAttn's ``pvthreshd`` from which on nothing is left out by it."""
 
 
 def blasst_attention(
@@ -96,7 +98,7 @@ def blasst_attention(
 
     return run(
         problem, plan, by_numpy, {"limit": limit}, backend, return_info, "block", threshold or 0.0, decoding, rows,
-        keys, warpgroups,
+        keys, (rows, keys) if warpgroups else None,
     )  # fmt: skip
 
 
@@ -157,17 +159,22 @@ def block_sparse_attention(
     problem = prepare(q, k, v, causal, scale, backend, return_info)
     check_blocks(block_m, block_n)
     packed = mask_for(mask, problem, block_m, block_n)
+    from flashnumba.stages.sparsity import wgmma
+
+    warpgroups = wgmma.takes_blocks(problem.shape, block_m)
 
     def plan() -> Plan:
         from flashnumba.stages.sparsity.mma import plan_blocks
 
-        return plan_blocks(problem.shape, block_m=block_m, block_n=block_n, noted=return_info)
+        chosen = wgmma.plan_blocks if warpgroups else plan_blocks
+        return chosen(problem.shape, block_m=block_m, block_n=block_n, noted=return_info)
 
     def by_numpy(reference: Any) -> Any:
         return packed != 0, block_m, False
 
     given = {"limit": -math.inf, "mask": packed}
-    return run(problem, plan, by_numpy, given, backend, return_info, "", 0.0, False, block_m, block_n)
+    said = wgmma.LISTED if warpgroups else None
+    return run(problem, plan, by_numpy, given, backend, return_info, "", 0.0, False, block_m, block_n, said)
 
 
 def sparge_attention(
@@ -182,7 +189,9 @@ def sparge_attention(
         simthreshd1: blocks whose tokens have a mean cosine above it are alike; others are computed in full.
         cdfthreshd: blocks are kept while the sum of their predicted weights stays within it, 0 to 1.
         topk: instead, the part of all blocks that is kept, 0 to 1.
-        pvthreshd: a warp leaves out what is below ``2**-pvthreshd``; 50 is as good as never, 10 to 20 is.
+        pvthreshd: a warp leaves out what is below ``2**-pvthreshd``, as in :func:`warp_skip_attention` without the
+            sum; on sm_90 a warpgroup, of 64 rows and of blocks with 128 keys. 10 to 20 is something; from 50 on, below
+            the rounding of everything it is added to, nobody is asked.
         attention_sink: the first block is always kept.
         block_m, block_n: multiples of 64.
 
@@ -198,7 +207,7 @@ def sparge_attention(
         check_number(name, value)
     if not 0 <= cdfthreshd <= 1:
         raise ValueError(f"cdfthreshd is {cdfthreshd}; it must be 0 to 1")
-    if not (pvthreshd > 0 and 2.0 ** -min(pvthreshd, 1000) < 1):
+    if not (pvthreshd > 0 and 2.0 ** -min(pvthreshd, NEVER) < 1):
         raise ValueError(f"pvthreshd is {pvthreshd}; it must be positive, and 2**-pvthreshd below 1")
     if topk is not None:
         check_number("topk", topk)
@@ -208,14 +217,19 @@ def sparge_attention(
         raise TypeError(f"attention_sink is {attention_sink!r}; it must be True or False")
     problem = prepare(q, k, v, causal, scale, backend, return_info)
     check_blocks(block_m, block_n)
-    threshold = 2.0 ** -min(pvthreshd, 1000)
+    threshold = 0.0 if pvthreshd >= NEVER else 2.0**-pvthreshd
+    vote = "warp" if threshold else ""
+    from flashnumba.stages.sparsity import wgmma
+
+    warpgroups = wgmma.takes_blocks(problem.shape, block_m)
 
     def plan() -> Plan:
         from flashnumba.stages.sparsity.mma import plan_sparge
 
-        return plan_sparge(
-            problem.shape, by_count=topk is not None, block_m=block_m, block_n=block_n, vote="warp", noted=return_info
-        )
+        how: dict[str, Any] = {"by_count": topk is not None, "block_m": block_m, "block_n": block_n}
+        if warpgroups:
+            return wgmma.plan_sparge(problem.shape, vote=vote != "", noted=return_info, **how)
+        return plan_sparge(problem.shape, vote=vote, noted=return_info, **how)
 
     def by_numpy(reference: Any) -> Any:
         blocks = reference.predict(
@@ -228,4 +242,5 @@ def sparge_attention(
     if topk is not None:
         kept = max(1, int(topk * -(-problem.shape.n // block_n)))
     given = {"limit": limit_for(threshold), "alike": simthreshd1, "kept": kept, "sink": attention_sink}
-    return run(problem, plan, by_numpy, given, backend, return_info, "warp", threshold, False, block_m, block_n)
+    said = wgmma.LISTED if warpgroups else None
+    return run(problem, plan, by_numpy, given, backend, return_info, vote, threshold, False, block_m, block_n, said)

@@ -147,10 +147,10 @@ def scores(problem: Heads, reference: Any) -> Any:
 def run(
     problem: Heads, plan: Callable[[], Any], by_numpy: Callable[[Any], Any], given: dict[str, Any], backend: str,
     return_info: bool, vote: str, threshold: float, decoding: bool, rows: int = ROWS, keys: int = KEYS,
-    as_said: bool = False,
+    said: tuple[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Launch, or compute with NumPy; o, or (o, info). Tiles of the map are of ``rows`` and ``keys`` in NumPy, and in
-    kernels too if ``as_said``; else those that :func:`flashnumba.stages.sparsity.mma.sparse_tiles` makes of them."""
+    """Launch, or compute with NumPy; o, or (o, info). Tiles of the map are of ``rows`` and ``keys`` in NumPy; in
+    kernels as ``said``, or those that :func:`flashnumba.stages.sparsity.mma.sparse_tiles` makes of them."""
     import numpy as np
 
     from flashnumba.stages.sparsity import mma
@@ -159,7 +159,8 @@ def run(
     shape = problem.shape
     empty = 0 in (shape.batch, shape.heads, shape.m, shape.n)
     if backend == "numpy" or (backend == "auto" and problem.machine == "emulator"):
-        return _on_numpy(problem, by_numpy, threshold, return_info, keys, "mask" in given or "kept" in given)
+        listed = "mask" in given or "kept" in given
+        return _on_numpy(problem, by_numpy, threshold, return_info, keys, listed, said)
     if empty:
         for result, value in zip(problem.results, (0, -np.inf), strict=True):
             result[...] = value
@@ -175,8 +176,8 @@ def run(
 
     if decoding:
         tile = decode_tiles(shape.d, shape.m * shape.group).bm, TILE
-    elif as_said:
-        tile = rows, keys
+    elif said:
+        tile = said
     else:
         tiles = mma.sparse_tiles(shape, rows, keys)
         tile = unit_rows(tiles, vote), tiles.bn
@@ -230,33 +231,56 @@ def _beside(array: Any, other: Any) -> Any:
 
 
 def _on_numpy(
-    problem: Heads, by_numpy: Any, threshold: float, return_info: bool, keys: int, given_mask: bool
+    problem: Heads, by_numpy: Any, threshold: float, return_info: bool, keys: int, given_mask: bool,
+    said: tuple[int, int] | None,
 ) -> Any:  # fmt: skip
     import numpy as np
 
     from flashnumba.stages.sparsity import reference
 
     q, k, v = arrays(problem)
+    shape = problem.shape
     blocks, rows, keep_sum = by_numpy(reference)  # [B, H, R, C]
-    s = reference.scores(q, k, problem.scale, problem.shape.causal)  # [B, H, M, N]
+    s = reference.scores(q, k, problem.scale, shape.causal)  # [B, H, M, N]
     seen = ~np.isneginf(s)  # [B, H, M, N]
-    kept = reference.expand(blocks, rows, keys, *s.shape[-2:]) & seen  # [B, H, M, N]
-    if given_mask and threshold:  # the warp's own skip among the blocks that were chosen
-        chosen, needed = kept, reference.skip(np.where(kept, s, -np.inf), WARP_ROWS, KEYS, threshold)
-        kept = chosen & reference.expand(needed, WARP_ROWS, KEYS, *s.shape[-2:])  # [B, H, M, N]
+    kept = reference.expand(blocks, rows, keys, shape.m, shape.n) & seen  # [B, H, M, N]
+    tile = said if said and given_mask else (rows, keys)
+    visible = reference.visible_blocks(shape.m, shape.n, *tile, shape.causal)  # [R, C]
+    chosen = _finer(blocks, (rows, keys), tile, visible.shape) & visible  # [B, H, R, C]
+    tile_map = np.where(chosen, 1, 0 if given_mask else np.where(visible, 2, 0))  # [B, H, R, C]
+    if given_mask and threshold:  # the skip among the blocks that were chosen
+        tile, s_kept = said or (WARP_ROWS, KEYS), np.where(kept, s, -np.inf)
+        looked_at = reference.skip(s_kept, *tile, 0.0)  # [B, H, R, C]: what a row sees
+        needed = _needed(reference, shape, s_kept, blocks, (rows, keys), threshold, said)  # [B, H, R, C]
+        kept &= reference.expand(needed, *tile, shape.m, shape.n)
+        tile_map = np.where(needed & looked_at, 1, np.where(looked_at, 2, 0))
     o, lse = reference.attend(s, v, kept, seen if keep_sum else kept)
     problem.arrays["o"].view(q.dtype)[...] = o
     problem.arrays["lse"][...] = lse
     result = problem.finish()[0]
     if not return_info:
         return result
-    shape = problem.shape
-    if given_mask and threshold:
-        looked_at = reference.skip(np.where(chosen, s, -np.inf), WARP_ROWS, KEYS, 0.0)  # what a row sees
-        tile, tile_map = (WARP_ROWS, KEYS), np.where(needed & looked_at, 1, np.where(looked_at, 2, 0))
-    else:
-        tile, visible = (rows, keys), reference.visible_blocks(shape.m, shape.n, rows, keys, shape.causal)  # [R, C]
-        tile_map = np.where(blocks & visible, 1, 0 if given_mask else np.where(visible, 2, 0))  # [B, H, R, C]
     made = [tile_map.astype(np.uint8), blocks.astype(np.uint8) if given_mask else None]
     tile_map, mask = (None if x is None else _beside(x, result) for x in made)
     return result, SparseInfo(tile_map, tile, threshold, mask)
+
+
+def _finer(blocks: Any, of: tuple[int, int], tile: tuple[int, int], shape: tuple[int, int]) -> Any:
+    """A mask of blocks of so many rows and keys as one of tiles that they consist of, ``shape`` of them."""
+    return blocks.repeat(of[0] // tile[0], -2).repeat(of[1] // tile[1], -1)[..., : shape[0], : shape[1]]
+
+
+def _needed(
+    reference: Any, shape: Any, s: Any, blocks: Any, of: tuple[int, int], threshold: float,
+    said: tuple[int, int] | None,
+) -> Any:  # fmt: skip
+    """Tiles that are left by the skip among ``blocks`` of a size, beyond which S is -inf: a warp's own, or, if
+    ``said``, a consumer's of ``wgmma``, by tiles gathered from blocks."""
+    if said is None:
+        return reference.skip(s, WARP_ROWS, KEYS, threshold)
+    from flashnumba.stages.sparsity.wgmma import list_tiles
+
+    tiles = list_tiles(shape.d)
+    visible = reference.visible_blocks(shape.m, shape.n, tiles.bm, tiles.block, shape.causal)  # [row tiles, C]
+    listed = _finer(blocks, of, (tiles.bm, tiles.block), visible.shape) & visible  # [B, H, row tiles, C]
+    return reference.skip_gathered(s, listed, said[0], tiles.bm, tiles.block, tiles.bn // tiles.block, threshold)

@@ -14,7 +14,8 @@ nothing but time. Keys beyond the last, and those a row must not see, are masked
 
 A grid may have fewer blocks than there are row tiles: then each takes every ``grid``-th, under a causal mask in pairs
 of equal work. What a block's start and end cost is then paid once, and copies for the next row tile travel while O of
-this one is divided and written. With a block for each row tile the longest come first.
+this one is divided and written. With a block for each row tile the longest come first. With lists nobody knows how long
+a row tile takes, so blocks draw them from a counter.
 
 With a vote (:mod:`flashnumba.tiles.skip`) a consumer does without weights and V where all of its 64 rows can. Consumers
 need not agree with one another: a product of wgmma is of 64 rows.
@@ -29,10 +30,12 @@ from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
+    atom_add_acq_rel_gpu_u32,
     bar_arrive,
     bar_sync,
     bulk_wait_read,
     fence_mbarrier_init,
+    global_address,
     ld_shared_b32,
     mbarrier_arrive,
     mbarrier_wait,
@@ -80,8 +83,8 @@ slot is; and the faults of the parts."""
 def make_specialised(
     tiles: SpecialisedTiles, element: str, *, vote: bool = False, noted: bool = False, broken: str = ""
 ) -> DeviceFunction:  # fmt: skip
-    """``attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map)``: a block's
-    share of the work.
+    """``attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, counter, tile_map)``: what
+    a block does.
 
     All threads of a block of ``tiles.threads`` call it, once, with ``tiles.shared`` bytes of dynamic shared memory;
     ``min_blocks`` of the kernel is 1. Any number of blocks does the whole work. Of ``q`` and ``k`` the shapes are read;
@@ -90,7 +93,7 @@ def make_specialised(
     Args:
         tiles: sizes. With ``tiles.block``, ``indices``, int32 ``[B, H, row tiles, any]``, and ``counts``, int32 ``[B,
             H, row tiles]``, say which blocks of so many keys a row tile looks at, in ascending order, each no later
-            than the last that it may see; else both are None.
+            than the last that it may see; ``counter``, int32 [1], is zero. Else all three are None.
         element: float16 or bfloat16.
         vote: a consumer leaves out tiles that its rows can do without, by ``limit``, a float32; else that is None.
         noted: ``tile_map``, uint8 ``[B, H, units of 64 rows, key tiles, or blocks]``, is filled as
@@ -124,14 +127,25 @@ def make_specialised(
     )  # fmt: skip
 
     @device
-    def produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts):
+    def each(unit, grid, counter):
+        return uint32(unit + grid)
+
+    @device
+    def draw(unit, grid, counter):
+        """The next one that nobody has; each block has begun with that of its number."""
+        return uint32(grid + atom_add_acq_rel_gpu_u32(global_address(counter), uint32(1)))
+
+    next_unit = draw if gathered else each
+
+    @device
+    def produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts, counter):
         group, grid = uint32(q.shape[1]) // uint32(k.shape[1]), uint32(cuda.gridDim.x)
         row_tiles, heads = uint32((q.shape[2] + (bm - 1)) // bm), uint32(q.shape[0] * q.shape[1])
         near = heads_near(heads, group, k.shape[2], q.shape[3] * 2)
-        in_pairs = causal != 0 and grid < row_tiles * heads
+        in_pairs = causal != 0 and grid < row_tiles * heads and not gathered
         units = (row_tiles + uint32(1)) // uint32(2) * heads if in_pairs else row_tiles * heads
-        state, turn = begin(), uint32(0)
-        for unit in range(uint32(cuda.blockIdx.x), units, grid):
+        state, turn, unit = begin(), uint32(0), uint32(cuda.blockIdx.x)
+        while unit < units:
             for half in range(uint32(0), uint32(2) if in_pairs else uint32(1)):
                 if in_pairs:
                     head, tile = paired(unit + half * units, row_tiles, heads, near, causal)
@@ -147,6 +161,7 @@ def make_specialised(
                         k_ring, v_ring, bars, words, maps[1:], state, last, listed, int32(head // group), int32(batch)
                     )  # fmt: skip
                     turn += uint32(1)
+            unit = next_unit(unit, grid, counter)
         say_stop(bars, words, turn)
 
     @device
@@ -271,7 +286,7 @@ def make_specialised(
             all_read()
 
     @device
-    def attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map):
+    def attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, counter, tile_map):
         smem = cuda.shared.array(0, uint8)
         at = uint32((shared_address(smem) + uint32(ALIGNMENT - 1)) & uint32(0x100000000 - ALIGNMENT))
         q_tile = shfl_idx(at, int32(0))  # as above
@@ -294,7 +309,7 @@ def make_specialised(
             give()
             if cuda.threadIdx.x == 0:
                 maps = (q_map, k_map, v_map)
-                produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts)
+                produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts, counter)
         else:
             take()
             consume(

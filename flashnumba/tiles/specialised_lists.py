@@ -23,7 +23,7 @@ from flashnumba.tiles.rows import make_hide
 from flashnumba.tiles.schedule import seen_keys
 from flashnumba.tiles.specialised_tiles import SpecialisedTiles
 
-__all__ = ["FAULTS", "Keys", "make_keys", "make_hide_tile"]
+__all__ = ["FAULTS", "Keys", "make_hide_tile", "make_keys"]
 
 FAULTS = ("next", "count", "none", "loose")
 """What can be planted with lists: blocks that follow one another instead of the list's; the last of a list is not

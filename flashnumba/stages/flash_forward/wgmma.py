@@ -49,7 +49,7 @@ def make_wgmma(tiles: SpecialisedTiles, element: str, *, broken: str = "") -> Ke
 
     @kernel(threads=tiles.threads, min_blocks=1, arch="90a", name="flash_forward.wgmma")
     def wgmma_kernel(q, k, lse, scale, causal, q_map, k_map, v_map, o_map):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, None, None, None, None)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, None, None, None, None, None)
 
     return wgmma_kernel
 

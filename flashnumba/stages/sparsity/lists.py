@@ -3,11 +3,13 @@
 A mask says yes or no for ``block_m`` rows and ``block_n`` keys at a time; a kernel has tiles of its own, of which such
 blocks consist. A warp packs the list of a row tile, 32 tiles of keys at once: a ballot says which of them are wanted,
 and the bits below a lane's own how many come before. Tiles that the causal mask hides from all of the rows are on no
-list. Lists are in ascending order.
+list. Lists are in ascending order. The counter from which the blocks of the next kernel may draw row tiles is cleared
+on the way.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 from flashnumba.machine.function import Kernel, kernel
@@ -16,12 +18,13 @@ from flashnumba.machine.numba import cuda, int32, int64, uint32
 from flashnumba.stages.sparsity.problem import Launch, Shape
 from flashnumba.tiles.schedule import seen_keys
 
-__all__ = ["FAULTS", "list_shapes", "make_pack", "mask_shape", "pack_launch"]
+__all__ = ["FAULTS", "make_pack", "mask_shape", "plan_lists"]
 
 WARPS = 4
-ARGS = ("mask", "q", "k", "indices", "counts", "causal")
-FAULTS = ("place", "block")
-"""What can be planted: a lane counts itself among those before it; a block is taken for a tile."""
+ARGS = ("mask", "q", "k", "indices", "counts", "counter", "causal")
+FAULTS = ("place", "block", "counter")
+"""What can be planted: a lane counts itself among those before it; a block is taken for a tile; the counter is left
+as it is."""
 
 
 @cache
@@ -30,9 +33,12 @@ def make_pack(bm: int, bn: int, block_m: int, block_n: int, broken: str = "") ->
     upto, rows_each, keys_each = int(broken == "place"), block_m // bm, block_n // bn
     if broken == "block":
         keys_each = 1
+    clears = broken != "counter"
 
     @kernel(threads=32 * WARPS, arch="75", name="sparsity.pack")
-    def pack(mask, q, k, indices, counts, causal):
+    def pack(mask, q, k, indices, counts, counter, causal):
+        if clears and cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
+            counter[0] = int32(0)
         row_tiles, heads = counts.shape[2], counts.shape[1]
         number = int64(cuda.blockIdx.x) * WARPS + int64(cuda.threadIdx.x >> 5)
         if number >= counts.shape[0] * heads * row_tiles:
@@ -58,19 +64,17 @@ def make_pack(bm: int, bn: int, block_m: int, block_n: int, broken: str = "") ->
     return pack
 
 
-def list_shapes(shape: Shape, bm: int, bn: int) -> dict[str, tuple[int, ...]]:
-    """Of ``indices`` and ``counts``; a list is as long as all keys are."""
-    counts = (shape.batch, shape.heads, -(-shape.m // bm))
-    return {"indices": (*counts, max(1, -(-shape.n // bn))), "counts": counts}
-
-
 def mask_shape(shape: Shape, block_m: int, block_n: int) -> tuple[int, int, int, int]:
     """Of a mask of blocks: the last of each axis may have fewer rows, or keys."""
     return shape.batch, shape.heads, -(-shape.m // block_m), -(-shape.n // block_n)
 
 
-def pack_launch(shape: Shape, bm: int, bn: int, block_m: int, block_n: int, broken: str = "") -> Launch:
-    """Makes ``indices`` and ``counts`` of ``mask``, for row tiles of ``bm`` rows and tiles of ``bn`` keys."""
+def plan_lists(
+    shape: Shape, bm: int, bn: int, block_m: int, block_n: int, broken: str = ""
+) -> tuple[Launch, dict[str, tuple[int, ...]]]:
+    """The launch that makes ``indices`` and ``counts`` of ``mask``, for row tiles of ``bm`` rows and tiles of ``bn``
+    keys, and zero of ``counter``; and the shapes of the three. A list is as long as all keys are."""
     pack = make_pack(bm, bn, block_m, block_n, broken)
-    lists = shape.batch * shape.heads * -(-shape.m // bm)
-    return Launch(pack, -(-lists // WARPS), pack.threads, 0, ARGS)
+    counts = (shape.batch, shape.heads, -(-shape.m // bm))
+    made = {"indices": (*counts, max(1, -(-shape.n // bn))), "counts": counts, "counter": (1,)}
+    return Launch(pack, -(-math.prod(counts) // WARPS), pack.threads, 0, ARGS), made

@@ -36,8 +36,8 @@ import numpy as np
 
 from flashnumba.stages.flash_forward.reference import in_order, normalise
 
-__all__ = ["alikeness", "attend", "by_blocks", "expand", "low_precision", "predict", "scores", "skip", "top_blocks",
-           "visible_blocks"]  # fmt: skip
+__all__ = ["alikeness", "attend", "by_blocks", "expand", "low_precision", "predict", "scores", "skip",
+           "skip_gathered", "top_blocks", "visible_blocks"]  # fmt: skip
 
 
 def scores(q: np.ndarray, k: np.ndarray, scale: float | None = None, causal: bool = False) -> np.ndarray:
@@ -120,6 +120,32 @@ def skip(s: np.ndarray, rows: int, keys: int, threshold: float) -> np.ndarray:
         needed = ~(away < limit) if threshold > 0 else ~np.isneginf(local)  # [..., R, rows]; a NaN needs its tile
         kept[..., j] = needed.any(-1)  # [..., R]
         before = np.where(kept[..., j, None], above, before)  # [..., R, rows]
+    return kept
+
+
+def skip_gathered(
+    s: np.ndarray, listed: np.ndarray, unit: int, rows: int, keys: int, pieces: int, threshold: float
+) -> np.ndarray:  # fmt: skip
+    """As :func:`skip`, of tiles that are gathered from ``pieces`` blocks of a list each, in its order.
+
+    Args:
+        s: ``[B, H, M, N]``.
+        listed: blocks of ``keys`` keys that a row tile of ``rows`` rows looks at, bool ``[B, H, row tiles, C]``.
+        unit: rows that decide together, a divisor of ``rows``.
+
+    Returns:
+        Which blocks are computed, bool ``[B, H, R, C]`` of ``unit`` rows.
+    """
+    batch, heads, m, n = s.shape
+    kept = np.zeros((batch, heads, -(-m // unit), listed.shape[-1]), bool)  # [B, H, R, C]
+    for b, h, tile in np.ndindex(listed.shape[:3]):
+        numbers = np.flatnonzero(listed[b, h, tile])  # [L]
+        key = (numbers[:, None] * keys + np.arange(keys)).ravel()  # [L keys]
+        some = s[b, h, tile * rows : (tile + 1) * rows]  # [rows, N]
+        found = np.where(key < n, some[:, np.minimum(key, n - 1)], -np.inf)  # [rows, L keys]
+        tiles = skip(found, unit, pieces * keys, threshold)  # [R of the row tile, L / pieces]
+        units = slice(tile * (rows // unit), tile * (rows // unit) + len(tiles))
+        kept[b, h, units][:, numbers] = np.repeat(tiles, pieces, -1)[:, : len(numbers)]
     return kept
 
 

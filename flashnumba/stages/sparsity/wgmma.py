@@ -1,4 +1,4 @@
-"""Sparse attention on Hopper: the kernel of ``flash_forward.wgmma``, told by a threshold or by a list what to leave out.
+"""Sparse attention on Hopper: the kernel of ``flash_forward.wgmma``, told by a threshold or a list what to leave out.
 
     blasst_wgmma          every tile of K is multiplied; its exponentials and V only where 64 rows agree they matter
     block_sparse_wgmma    only the blocks of a list, made from a mask; among them the vote, if it is wanted
@@ -28,38 +28,45 @@ from flashnumba.tiles.specialised_tiles import ROWS, SpecialisedTiles, check_spe
 if TYPE_CHECKING:
     from flashnumba.machine.compiler import CompileCase
 
-__all__ = ["BLOCK", "compile_cases", "list_tiles", "make_sparse", "plan_blasst", "plan_blocks", "plan_sparge",
+__all__ = ["BLOCK", "LISTED", "compile_cases", "list_tiles", "make_sparse", "plan_blasst", "plan_blocks", "plan_sparge",
            "takes_blocks", "tile_of"]  # fmt: skip
 
 ARGUMENTS = ("q", "k", "lse", "scale", "causal", *(map_of(name) for name in "qkvo"), "limit")
 BLOCK = 64
 """Keys of a list's blocks."""
+LISTED = ROWS, BLOCK
+"""Rows and keys of a tile of a list's map."""
 
 
 @cache
 def make_sparse(
     tiles: SpecialisedTiles, element: str, *, vote: bool = False, noted: bool = False, name: str, broken: str = ""
 ) -> Kernel:  # fmt: skip
-    """The kernel ``(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit)``; ``indices, counts`` follow if
-    ``tiles.block``, ``tile_map`` if ``noted``. Arguments as :func:`flashnumba.tiles.specialised.make_specialised`."""
+    """The kernel ``(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit)``; ``indices, counts, counter`` follow
+    if ``tiles.block``, ``tile_map`` if ``noted``. Arguments as of
+    :func:`flashnumba.tiles.specialised.make_specialised`."""
     attend = make_specialised(tiles, element, vote=vote, noted=noted, broken=broken)
     options = {"threads": tiles.threads, "min_blocks": 1, "arch": "90a", "name": f"sparsity.{name}"}
 
     @kernel(**options)
     def plain(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, None, None)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, None, None, None)
 
     @kernel(**options)
-    def by_list(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, None)
+    def by_list(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, counter):
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, counter, None)
 
     @kernel(**options)
     def with_map(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, tile_map):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, None, tile_map)
+        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, None, None, None, tile_map)
 
     @kernel(**options)
-    def by_list_with_map(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map):
-        attend(q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, tile_map)
+    def by_list_with_map(
+        q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, counter, tile_map
+    ):  # fmt: skip
+        attend(
+            q, k, lse, scale, causal, q_map, k_map, v_map, o_map, limit, indices, counts, counter, tile_map
+        )  # fmt: skip
 
     listed = tiles.block > 0
     return {(False, False): plain, (True, False): by_list, (False, True): with_map, (True, True): by_list_with_map}[
@@ -73,9 +80,9 @@ def tile_of(shape: Shape) -> tuple[int, int]:
 
 
 def list_tiles(d: int) -> SpecialisedTiles:
-    """Tiles of 128 rows, gathered from blocks of :data:`BLOCK` keys."""
+    """Tiles of 128 rows, gathered from blocks of :data:`BLOCK` keys: those that were fastest on an H200."""
     if d <= 128:
-        return SpecialisedTiles(64 if d <= 64 else 128, 128, block=BLOCK)
+        return SpecialisedTiles(64, 192, block=BLOCK) if d <= 64 else SpecialisedTiles(128, 128, block=BLOCK)
     return SpecialisedTiles(192, BLOCK, slots=3, block=BLOCK) if d <= 192 else SpecialisedTiles(256, BLOCK, block=BLOCK)
 
 
@@ -86,15 +93,16 @@ def takes_blocks(shape: Shape, block_m: int) -> bool:
 
 
 def attend_launch(shape: Shape, tiles: SpecialisedTiles, vote: bool, noted: bool, name: str, broken: str) -> Launch:
-    """The launch of :func:`make_sparse`, a block for each row tile: nobody knows how long each takes.
+    """The launch of :func:`make_sparse`: a block for each row tile, or, with lists, for each multiprocessor.
 
     Raises:
         ValueError: as :func:`flashnumba.tiles.specialised_tiles.check_specialised`.
     """
     check_specialised(shape.element, shape.arch, shape.mapped)
     made = make_sparse(tiles, shape.element, vote=vote, noted=noted, name=name, broken=broken)
-    blocks = -(-shape.m // tiles.bm) * shape.heads * shape.batch
-    args = (*ARGUMENTS, *(("indices", "counts") if tiles.block else ()), *(("tile_map",) if noted else ()))
+    pieces = -(-shape.m // tiles.bm) * shape.heads * shape.batch
+    blocks = min(pieces, shape.multiprocessors) if tiles.block else pieces
+    args = (*ARGUMENTS, *(("indices", "counts", "counter") if tiles.block else ()), *(("tile_map",) if noted else ()))
     return Launch(made, blocks, tiles.threads, tiles.shared, args, tiles.boxes)
 
 
@@ -137,9 +145,8 @@ def plan_blocks(
             f"block_m and block_n are {block_m} and {block_n}; they must be multiples of {tiles.bm} and {tiles.keys}"
         )
     attend = attend_launch(shape, tiles, vote, noted, name, broken)
-    pack = lists.pack_launch(shape, tiles.bm, tiles.keys, block_m, block_n, broken)
-    scratch = lists.list_shapes(shape, tiles.bm, tiles.keys)
-    return Plan((pack, attend), scratch | ({"tile_map": map_shape(shape, tiles)} if noted else {}))
+    pack, listed = lists.plan_lists(shape, tiles.bm, tiles.keys, block_m, block_n, broken)
+    return Plan((pack, attend), listed | ({"tile_map": map_shape(shape, tiles)} if noted else {}))
 
 
 def plan_sparge(
