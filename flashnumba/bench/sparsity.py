@@ -19,49 +19,38 @@ import numpy as np
 
 from flashnumba.bench.attention import Problem
 from flashnumba.bench.attention import problems as problems_of_attention
-from flashnumba.bench.decode import GraphClock
-from flashnumba.bench.decode import Problem as Decode
 from flashnumba.bench.environment import environment as base_environment
 from flashnumba.bench.environment import place, torch_on_gpu
 from flashnumba.bench.heads import CUDNN, Judge, launches, peer, places, settings
-from flashnumba.bench.heads import Place as PlaceOf
 from flashnumba.bench.runner import Candidate, Clock, Measured, Runner, Size
-from flashnumba.bench.sparse_judges import DecodeJudge, SparseJudge
+from flashnumba.bench.sparse_judges import SparseJudge
 from flashnumba.data.structured import structured
 from flashnumba.stages.flash_forward.mma import plan_mma
-from flashnumba.stages.flash_forward.split import plan_split
 from flashnumba.stages.flash_forward.wgmma import plan_wgmma
 from flashnumba.stages.heads import Heads, Plan, prepare_heads
 from flashnumba.stages.sparsity import mma, problem, wgmma
 from flashnumba.stages.sparsity import reference as R
-from flashnumba.stages.sparsity.decode import plan_decode
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED, unit_rows
+from flashnumba.tiles.specialised_tiles import ROWS
 from flashnumba.tiles.specialised_tiles import tiles_for as specialised_tiles
 
-__all__ = ["DENSE", "KERNELS", "SPLIT", "WARPGROUPS", "DecodeProblem", "Method", "environment", "measure",
-           "measure_decode", "measure_warpgroups", "names_for", "problems", "shares"]  # fmt: skip
+__all__ = ["BY_MMA", "BY_WGMMA", "DENSE", "KERNELS", "TARGETS", "WARPGROUPS", "Method", "environment", "measure",
+           "measure_warpgroups", "names_for", "problems", "search", "shares"]  # fmt: skip
 
-DENSE, SPLIT, WARPGROUPS = "flash_forward.mma", "flash_forward.split", "flash_forward.wgmma"
-KERNELS = ("blasst", "blasst_wgmma", "warp_skip", "warp_skip_sum", "sparge", "prediction", "sla")
-"""What can be asked for by name; ``blasst_wgmma`` is measured by :func:`measure_warpgroups`, the last by
-:mod:`flashnumba.bench.sla`."""
+DENSE, WARPGROUPS = "flash_forward.mma", "flash_forward.wgmma"
+BY_MMA = ("blasst", "warp_skip", "warp_skip_sum", "sparge", "prediction")
+BY_WGMMA = ("blasst_wgmma", "sparge_wgmma", "prediction")
+"""What :func:`measure` and :func:`measure_warpgroups` can be asked for."""
+KERNELS = (*dict.fromkeys((*BY_MMA, *BY_WGMMA)), "sla")
+"""All that can be asked for; the last is measured by :mod:`flashnumba.bench.sla`."""
 TARGETS = (0.0, 0.5, 0.7, 0.9)
 """Shares of tiles to leave out."""
 ROWS_IN_ALL = 1 << 18
 """Rows of all heads up to which a problem has sixteen; so longer ones have as many rows, and data as quickly drawn."""
-ALL_AT, DRAWN = 16384, 4
-"""Tokens at which everything is measured; sequences of decoding that are drawn."""
+ALL_AT = 16384
+"""Tokens at which everything is measured."""
 HALVINGS = 12
 """Of the interval in which a threshold is searched, in powers of two."""
-
-
-@dataclass(frozen=True)
-class DecodeProblem(Decode):
-    """Sizes of one step, float16."""
-
-    element: str = "float16"
-    batch: int = 16
-    n: int = 16384
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ def names_for(p: Problem) -> Collection[str]:
         return ()
     if p.n in (ALL_AT // 2, 8 * ALL_AT):
         return ("prediction",)
-    return ("blasst", "blasst_wgmma", "warp_skip", "sparge", "sla")
+    return ("blasst", "blasst_wgmma", "warp_skip", "sparge", "sparge_wgmma", "sla")
 
 
 def shares(tile_map: Any) -> float:
@@ -108,51 +97,62 @@ def shares(tile_map: Any) -> float:
 
 
 def measure(
-    problem_: Problem, *, names: Collection[str] = KERNELS, targets: Sequence[float] = TARGETS,
+    problem_: Problem, *, names: Collection[str] = BY_MMA, targets: Sequence[float] = TARGETS,
     clock: Clock | None = None, until: float = float("inf"), machine: str = "cuda",
     report: Callable[[Size, Measured], None] = lambda size, measured: None,
 ) -> Size:  # fmt: skip
     """Measure the dense kernel and the sparse ones on one problem.
 
     Args:
-        names: of :data:`KERNELS`.
+        names: of :data:`BY_MMA`.
         targets: shares to leave out; a threshold is searched for each.
         clock, until, machine, report: as :func:`flashnumba.bench.attention.measure`.
     """
     p = problem_
     bench = _Bench(p, DENSE, clock, until, machine, report)
-    shape, run, search = bench.shape, bench.run, partial(_search, bench.make, bench.shape)
+    shape, run, find = bench.shape, bench.run, partial(search, bench.make, bench.shape)
     bench.run_dense(partial(plan_mma, shape))
     for target in targets if "blasst" in names else ():
-        given = {"limit": search(partial(mma.plan_skip, vote="block"), target)}
+        given = {"limit": find(partial(mma.plan_skip, vote="block"), target)}
         run(Method(f"blasst, {target:.0%}", mma.plan_skip, {"vote": "block"}, given))
     for name, options in (("warp_skip", {}), ("warp_skip_sum", {"keep_sum": True})):
         for target in (targets[0], targets[len(targets) // 2]) if name in names else ():
-            given = {"limit": search(partial(mma.plan_skip, vote="warp"), target)}
+            given = {"limit": find(partial(mma.plan_skip, vote="warp"), target)}
             run(Method(f"{name}, {target:.0%}", mma.plan_skip, {"vote": "warp", **options}, given))
-    blocks = -(-p.n // mma.BLOCK_N)
-    for share in targets if "sparge" in names else ():
-        given = {"limit": -math.inf, "kept": max(1, int((1 - share) * blocks)), "alike": -1.0, "sink": 0}
-        run(Method(f"sparge, top-k, {share:.0%}", mma.plan_sparge, {"by_count": True}, given))
-    given = {"limit": -50.0, "kept": 0.98, "alike": 0.3, "sink": 1}
-    if "sparge" in names:
-        run(Method("sparge, cdf 0.98", mma.plan_sparge, {"vote": "warp"}, given))
-    if "prediction" in names:
-        run(Method("sparge, prediction alone", mma.plan_sparge, {"by_count": False}, given), slice(0, 4))
+    _measure_sparge(bench, "sparge", mma.plan_sparge, {"vote": "warp"}, targets, names)
     return bench.size
 
 
 def measure_warpgroups(
-    problem_: Problem, *, targets: Sequence[float] = TARGETS, clock: Clock | None = None, until: float = float("inf"),
-    machine: str = "cuda", report: Callable[[Size, Measured], None] = lambda size, measured: None,
+    problem_: Problem, *, names: Collection[str] = BY_WGMMA, targets: Sequence[float] = TARGETS,
+    clock: Clock | None = None, until: float = float("inf"), machine: str = "cuda",
+    report: Callable[[Size, Measured], None] = lambda size, measured: None,
 ) -> Size:  # fmt: skip
-    """Measure ``blasst_wgmma`` beside the dense kernel of its tier and cuDNN; arguments as :func:`measure`."""
+    """Measure the kernels of ``wgmma``, :data:`BY_WGMMA`, beside the dense one of their tier and cuDNN; arguments as
+    :func:`measure`."""
     bench = _Bench(problem_, WARPGROUPS, clock, until, machine, report)
     bench.run_dense(partial(plan_wgmma, bench.shape), peers=(CUDNN,))
-    for target in targets:
-        given = {"limit": _search(bench.make, bench.shape, wgmma.plan_blasst, target)}
+    for target in targets if "blasst_wgmma" in names else ():
+        given = {"limit": search(bench.make, bench.shape, wgmma.plan_blasst, target)}
         bench.run(Method(f"blasst_wgmma, {target:.0%}", wgmma.plan_blasst, {}, given))
+    _measure_sparge(bench, "sparge_wgmma", wgmma.plan_sparge, {}, targets, names)
     return bench.size
+
+
+def _measure_sparge(
+    bench: _Bench, name: str, plan: Callable[..., Plan], votes: dict[str, Any], targets: Sequence[float],
+    names: Collection[str],
+) -> None:  # fmt: skip
+    """SpargeAttn by a planner: lists of a given length, lists by a sum, with ``votes``, and the prediction alone."""
+    blocks = -(-bench.p.n // mma.BLOCK_N)
+    for share in targets if name in names else ():
+        given = {"limit": -math.inf, "kept": max(1, int((1 - share) * blocks)), "alike": -1.0, "sink": 0}
+        bench.run(Method(f"{name}, top-k, {share:.0%}", plan, {"by_count": True}, given))
+    given = {"limit": -50.0, "kept": 0.98, "alike": 0.3, "sink": 1}
+    if name in names:
+        bench.run(Method(f"{name}, cdf 0.98", plan, votes, given))
+    if "prediction" in names:
+        bench.run(Method(f"{name}, prediction alone", plan, {"by_count": False}, given), slice(0, 4))
 
 
 class _Bench:
@@ -237,51 +237,10 @@ class _Tile(NamedTuple):
 
 def _tile_of(dense: str, shape: Any, method: Method) -> _Tile:
     if dense == WARPGROUPS:
-        of = specialised_tiles(shape.d, shape.n)
-        return _Tile(of.bm, of.bn, wgmma.tile_of(shape)[0])
+        of = wgmma.list_tiles(shape.d) if "kept" in method.given else specialised_tiles(shape.d, shape.n)
+        return _Tile(of.bm, of.keys, ROWS)
     tiles = mma.sparse_tiles(shape)
     return _Tile(tiles.bm, tiles.bn, unit_rows(tiles, method.vote))
-
-
-def measure_decode(
-    step: DecodeProblem, *, targets: Sequence[float] = TARGETS, clock: Clock | None = None, until: float = float("inf"),
-    machine: str = "cuda", report: Callable[[Size, Measured], None] = lambda size, measured: None,
-) -> Size:  # fmt: skip
-    """Measure decoding: the dense kernel ``split`` and the one that loads V only where it is needed.
-
-    Of more than four sequences each fifth is a copy of the first and so on, as to draw them takes long.
-    """
-    torch, device, _ = place("sparsity", machine)
-    data = structured(step.n, step.d, heads=step.heads, kv_heads=step.kv_heads, batch=min(DRAWN, step.batch), m=1)
-    q, k, v = (
-        torch.from_numpy(x).to(device)[torch.arange(step.batch, device=device) % len(x)].contiguous() for x in data
-    )
-    make = partial(prepare_heads, q, k, v, causal=False, scale=None, machine=machine, stream=None)
-    shape = make().shape
-    size = Size({**asdict(step), "nbytes": step.nbytes})
-    runner = Runner(
-        size, lambda seconds: {"bytes_per_second": step.nbytes / seconds}, {"of_dense": SPLIT},
-        clock=clock or GraphClock(), until=until,
-    )  # fmt: skip
-    dense = Candidate(SPLIT, partial(launches, partial(plan_split, shape), [(q, k, v)], machine=machine))
-    heads = slice(0, shape.group)
-    judge = Judge(torch, q, k, v, step.element, [PlaceOf(0, 0, heads, slice(0, 1))])
-    report(size, runner.run(dense, judge))
-    for target in targets:
-        limit = _search(make, shape, plan_decode, target)
-        tile_map = problem.run(make(), plan_decode(shape, noted=True), {"limit": limit})["tile_map"]
-        fresh = make()
-        call, _ = problem.bind(fresh, plan_decode(shape), {"limit": limit})
-
-        def timed(call: Callable[[], None] = call, results: Any = fresh.results) -> Any:
-            call()
-            return results
-
-        checked = DecodeJudge(torch, (q, k, v), tile_map, shape)
-        measured = runner.run(Candidate(f"blasst, {target:.0%}", lambda timed=timed: [timed]), checked)
-        measured.figures["skipped"] = shares(tile_map)
-        report(size, measured)
-    return size
 
 
 def _left_out(tile_map: Any, shape: Any, tile: _Tile) -> float:
@@ -292,7 +251,7 @@ def _left_out(tile_map: Any, shape: Any, tile: _Tile) -> float:
     return float(1 - int((tile_map == COMPUTED).sum()) / max(1, visible))
 
 
-def _search(make: Callable[[], Heads], shape: Any, plan: Callable[..., Plan], target: float) -> float:
+def search(make: Callable[[], Heads], shape: Any, plan: Callable[..., Plan], target: float) -> float:
     """The limit at which about ``target`` of the visible tiles are left out."""
     if target == 0:
         return -math.inf

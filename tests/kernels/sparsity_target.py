@@ -39,8 +39,13 @@ def by_tiles(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tuple[
     mask = np.random.default_rng(1).random((1, 2, -(-m // 128), -(-n // 64))) < 0.6
     guess = {"alike": 0.3, "sink": 1}
     hopper = d % 8 == 0 and (machine == "emulator" or gpu.device_arch() == "90a")
+    by_wgmma = (
+        ("blasst_wgmma", wgmma.plan_blasst, {}),
+        ("block_sparse_wgmma", wgmma.plan_blocks, {"mask": mask.astype(np.uint8)}),
+        ("sparge_wgmma", partial(wgmma.plan_sparge, vote=True), guess | {"kept": 0.9}),
+    )
     for name, plan, given in (
-        *([("blasst_wgmma", wgmma.plan_blasst, {})] if hopper else []),
+        *(by_wgmma if hopper else ()),
         ("blasst", partial(mma.plan_skip, vote="block"), {}),
         ("warp_skip", partial(mma.plan_skip, vote="warp"), {}),
         ("warp_skip_sum", partial(mma.plan_skip, vote="warp", keep_sum=True), {}),

@@ -117,7 +117,7 @@ def sparsity(
     seconds: Seconds = 400.0,
 ) -> None:
     """Sparse attention beside the dense kernel, on structured data: times, and what was left out."""
-    from flashnumba.bench import sla
+    from flashnumba.bench import sla, sparse_decode
     from flashnumba.bench import sparsity as benchmark
     from flashnumba.bench.decode import GraphClock
     from flashnumba.bench.runner import Clock
@@ -134,17 +134,17 @@ def sparsity(
     places = [
         Place(title_of(p), partial(benchmark.measure, p, names=of, clock=Clock(runs)))
         for p, of in asked
-        if set(of) - {"sla", "blasst_wgmma"}
+        if set(of) & set(benchmark.BY_MMA)
     ]
     places += [
-        Place(f"warpgroups, {title_of(p)}", partial(benchmark.measure_warpgroups, p, clock=Clock(runs)))
+        Place(f"warpgroups, {title_of(p)}", partial(benchmark.measure_warpgroups, p, names=of, clock=Clock(runs)))
         for p, of in asked
-        if "blasst_wgmma" in of
+        if set(of) & set(benchmark.BY_WGMMA)
     ]
     for batch, n in _steps(decode):
-        step = benchmark.DecodeProblem(batch=batch, n=n)
+        step = sparse_decode.DecodeProblem(batch=batch, n=n)
         title = f"decoding, B {batch}, H {step.heads}/{step.kv_heads}, N {n}, D {step.d}"
-        places.append(Place(title, partial(benchmark.measure_decode, step, clock=GraphClock(runs))))
+        places.append(Place(title, partial(sparse_decode.measure_decode, step, clock=GraphClock(runs))))
     places += [
         Place(f"SLA, {title_of(p)}", partial(sla.measure, p, clock=Clock(runs)))
         for p in alike
