@@ -20,11 +20,10 @@ if TYPE_CHECKING:
 
     from flashnumba.stages import heads
     from flashnumba.tiles.sizes import AttentionTiles
+    from flashnumba.tiles.specialised_tiles import SpecialisedTiles
 
-__all__ = ["METHODS", "STAGE", "case", "kept", "tiles_of"]
+__all__ = ["STAGE", "case", "kept", "tiles_of"]
 
-METHODS = ("blasst", "warp_skip", "warp_skip_sum", "block_sparse", "sparge")
-"""Kernels, each of which leaves out something else, so each has a case of its own."""
 SPARGE = {"alike": 0.3, "cdf": 0.7}
 """Tokens of the real heads are not much alike; with the defaults for long sequences nothing would be left out."""
 
@@ -39,6 +38,16 @@ def tiles_of(shape: heads.Shape, machine: str) -> AttentionTiles:
     )
 
 
+def specialised_tiles_of(shape: heads.Shape, machine: str, listed: bool) -> SpecialisedTiles:
+    """The same of ``wgmma``."""
+    from flashnumba.stages.sparsity.wgmma import BLOCK, list_tiles
+    from flashnumba.tiles.specialised_tiles import SpecialisedTiles, tiles_for
+
+    if listed:
+        return SpecialisedTiles(64, 2 * BLOCK, block=BLOCK) if machine == "emulator" else list_tiles(shape.d)
+    return SpecialisedTiles(64, 64) if machine == "emulator" else tiles_for(shape.d, shape.n)
+
+
 def kept(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Which scores a case's method computes, and which count in the sum: bool ``[B, H, M, N]``."""
     q, k, causal = (case.inputs[x] for x in ("q", "k", "causal"))
@@ -48,7 +57,7 @@ def kept(case: Case) -> tuple[np.ndarray, np.ndarray]:
     seen = ~np.isneginf(s)  # [B, H, M, N]
     if method == "sparge":
         blocks = reference.predict(q, k, rows=rows, keys=keys, causal=bool(causal), **SPARGE)  # [B, H, R, C]
-    elif method == "block_sparse":
+    elif method.startswith("block_sparse"):
         blocks = mask_of(s.shape, rows, keys)  # [B, H, R, C]
     else:
         blocks = reference.skip(s, rows, keys, float(case.inputs["threshold"]))  # [B, H, R, C]
@@ -105,6 +114,7 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
         )
         some, part = (slice(None), slice(None)) if full else (slice(320, 400), slice(280, 400))
     of = partial(case, name, q[..., some, :], k[..., part, :], v[..., part, :])
+    by_warpgroups = partial(case, name, q[..., some, :], k, v)
     unit = rows // (4 if machine == "cuda" else 2)
     return (
         of("blasst", rows=rows, keys=keys, threshold=0.05),
@@ -112,13 +122,15 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
         of("warp_skip_sum", rows=unit, keys=keys, threshold=0.05),
         of("block_sparse", rows=rows, keys=keys, causal=True),
         of("sparge", rows=rows, keys=keys),
+        by_warpgroups("blasst_wgmma", rows=64, keys=128 if machine == "cuda" else 64, threshold=0.05),
+        by_warpgroups("block_sparse_wgmma", rows=128, keys=64),
         *sla_stage.cases(machine, full),
     )
 
 
 def run_kernel(case: Case, machine: str, name: str) -> np.ndarray:
     from flashnumba.stages import heads
-    from flashnumba.stages.sparsity import mma, problem
+    from flashnumba.stages.sparsity import mma, problem, wgmma
 
     q, k, v = (case.inputs[x] for x in "qkv")
     prepared = heads.prepare_heads(
@@ -127,8 +139,14 @@ def run_kernel(case: Case, machine: str, name: str) -> np.ndarray:
     shape, threshold = prepared.shape, float(case.inputs["threshold"])
     tiles, rows, keys = tiles_of(shape, machine), int(case.inputs["rows"]), int(case.inputs["keys"])
     given: dict[str, Any] = {"limit": problem.limit_of(threshold)}
-    if name == "block_sparse":
-        plan = mma.plan_blocks(shape, block_m=rows, block_n=keys, tiles=tiles)
+    if name == "blasst_wgmma":
+        plan = wgmma.plan_blasst(shape, tiles=specialised_tiles_of(shape, machine, False))
+    elif name.startswith("block_sparse"):
+        if name == "block_sparse":
+            plan = mma.plan_blocks(shape, block_m=rows, block_n=keys, tiles=tiles)
+        else:
+            listed = specialised_tiles_of(shape, machine, True)
+            plan = wgmma.plan_blocks(shape, block_m=rows, block_n=keys, tiles=listed)
         mask = mask_of((shape.batch, shape.heads, shape.m, shape.n), rows, keys)
         given["mask"] = np.ascontiguousarray(mask, np.uint8)
     elif name == "sparge":
@@ -149,12 +167,12 @@ def by_definition(case: Case, machine: str) -> np.ndarray:
     return reference.attend(s, v, *kept(case))[0].reshape(case.inputs["q"].shape)
 
 
-def kernel(name: str, summary: str) -> Rung:
+def kernel(name: str, summary: str, tier: str = "mma", arch: str = "80") -> Rung:
     def takes(case: Case) -> bool:
         return str(case.inputs["method"]) == name
 
     run: Callable[[Case, str], np.ndarray] = partial(run_kernel, name=name)
-    return Rung(name, "mma", run, None, "80", summary, takes)
+    return Rung(name, tier, run, None, arch, summary, takes)
 
 
 def draw(results: Sequence[Result]) -> Figure:
@@ -186,6 +204,8 @@ STAGE = Stage(
         kernel("warp_skip_sum", "the same, what is left out still in the sum"),
         kernel("block_sparse", "the blocks of a mask, as packed lists"),
         kernel("sparge", "a mask predicted from one mean token a block, then its lists"),
+        kernel("blasst_wgmma", "warpgroups that agree, each for its 64 rows, on what V is read for", "wgmma", "90a"),
+        kernel("block_sparse_wgmma", "tiles gathered from the blocks of a list", "wgmma", "90a"),
         sla_stage.KERNEL,
     ),
     cases=cases,
