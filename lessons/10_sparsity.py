@@ -28,6 +28,8 @@
 # - tell why leaving out nine tenths does not make it ten times as fast.
 
 # %%
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -49,9 +51,11 @@ from flashnumba.stages.sparsity import (
     reference,
     sla_reference,
     sla_stage,
+    wgmma,
 )
-from flashnumba.tiles import skip, sparse
+from flashnumba.tiles import skip, sparse, specialised_lists
 from flashnumba.tiles.sizes import AttentionTiles
+from flashnumba.tiles.specialised_tiles import SpecialisedTiles
 
 lesson.style()
 stage = find("sparsity")
@@ -228,6 +232,28 @@ lesson.show_source(skip.make_agree(tiles, "block"))
 # a tile out must not start its next product while another still multiplies: two at a time come in together, and leave
 # the tensor cores idle together.
 #
+# ### Small blocks for a mask, many keys for the tensor cores
+#
+# A mask leaves out the more, the smaller its blocks; a product of wgmma is the better, the more keys it has. A kernel
+# with a list need not choose: the copy engine is told where each piece goes, so a tile is *gathered*, here two blocks
+# of 64 keys that lie anywhere, and who multiplies sees a tile of 128. **Predict.** Under a causal mask a row sees the
+# first so many keys of a tile. What does it see of one that is gathered, and what if a list has an odd number of
+# blocks?
+
+# %%
+pairs = specialised_lists.make_keys(SpecialisedTiles(64, 128, block=64))
+lesson.show_source(pairs.find)
+
+# %% [markdown]
+# Lists are in order, so what it sees of a gathered tile is again the first so many columns, and the mask of a tile
+# needs one number a row as before. Where a list has no block left, the copy engine is sent beyond the last key: there
+# it reads zeros, and no row sees them.
+#
+# How long a row tile takes is in its list. So blocks stay on their multiprocessors and draw the next row tile from a
+# counter, which the kernel that packs the lists has set to zero.
+#
+# ### Decoding
+#
 # In decoding bytes are everything, so several tiles of K come first, are voted on, and then V of those that are needed
 # while the next K is on its way ({mod}`flashnumba.tiles.sparse_split`).
 #
@@ -240,7 +266,8 @@ lesson.show_source(skip.make_agree(tiles, "block"))
 lesson.show_source(predict.make_choose, first="def select", last="taken = within")
 
 # %%
-names = ("blasst float16 d 128, tiles for sm_90a", "block_sparse float16 d 128, tiles for sm_90a", "choose float16")
+names = ("blasst float16 d 128, tiles for sm_90a", "block_sparse float16 d 128, tiles for sm_90a",
+         "block_sparse_wgmma float16 d 128", "choose float16")  # fmt: skip
 found = {name: lesson.resources(f"sparsity.{name}") for name in names}
 print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
 lesson.table(
@@ -402,6 +429,32 @@ for broken in ("padding", "alone", "vote_barrier"):
         print(f"{broken}: {go(broken)}")
     except Fault as fault:
         print(f"{broken}: {fault}")
+
+# %% [markdown]
+# And a list of three blocks, gathered in pairs. **Where there is no fourth, the third comes once more; and no tile of a
+# list is masked.** Here the last block has 22 keys. **Predict.** What does each of them do to a row's weights?
+
+# %%
+q, k, v = (rng.standard_normal((1, 1, n, 64)).astype(np.float16) for n in (70, 150, 150))
+blocks = np.ones((1, 1, 1, 3), bool)
+s = reference.scores(q, k)
+ideal, rounded_o = reference.attend(s, v, s == s)[0], reference.low_precision(q, k, v, s == s)[0]
+
+
+def gather(broken: str = "") -> str:
+    made_for = heads.prepare_heads(q, k, v, causal=False, scale=None, machine="emulator", stream=None)
+    gathered = SpecialisedTiles(64, 128, block=64)
+    plan = wgmma.plan_blocks(replace(made_for.shape, arch="90a"), tiles=gathered, broken=broken)
+    problem.run(made_for, plan, {"limit": -np.inf, "mask": blocks.astype(np.uint8)})
+    verdict = compare(made_for.finish()[0], ideal, rounded_o)
+    return f"off by {verdict.error:.4f}, {'within' if verdict.ok else 'ABOVE'} the budget of {verdict.budget:.4f}"
+
+
+print(f"whole: {gather()}")
+
+# %% tags=["break-it"]
+for broken in ("none", "loose"):
+    print(f"{broken}: {gather(broken)}")
 
 # %% [markdown]
 # ## Exercises
