@@ -146,7 +146,9 @@ def plan_blocks(
     attend = attend_launch(
         shape, tiles, vote=vote, keep_sum=keep_sum, listed=True, noted=noted, name=name, broken=broken
     )  # fmt: skip
-    scratch = lists.list_shapes(shape, tiles.bm, tiles.bn) | ({"tile_map": map_shape(shape, tiles, vote)} if noted else {})
+    scratch = lists.list_shapes(shape, tiles.bm, tiles.bn) | (
+        {"tile_map": map_shape(shape, tiles, vote)} if noted else {}
+    )
     pack = lists.pack_launch(shape, tiles.bm, tiles.bn, block_m, block_n, broken)
     return Plan((pack, attend), scratch)
 

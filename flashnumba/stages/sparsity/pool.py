@@ -119,9 +119,10 @@ def make_pool(element: str, nbytes: int, d: int, rows: int, of_keys: bool, broke
 def pooled_shapes(shape: Shape, block_m: int, block_n: int) -> dict[str, tuple[int, ...]]:
     """Of the arrays that the two launches of ``pool`` fill."""
     rows, keys = -(-shape.m // block_m), -(-shape.n // block_n)
+    padded = -(-keys // 4) * 4  # vectors of four neighbours are aligned
     return {
         "pooled_q": (shape.batch, shape.heads, rows, shape.d), "same_q": (shape.batch, shape.heads, rows),
-        "pooled_k": (shape.batch, shape.kv_heads, shape.d, keys), "same_k": (shape.batch, shape.kv_heads, keys),
+        "pooled_k": (shape.batch, shape.kv_heads, shape.d, padded), "same_k": (shape.batch, shape.kv_heads, keys),
     }  # fmt: skip
 
 

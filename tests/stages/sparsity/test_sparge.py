@@ -87,6 +87,28 @@ def test_many_blocks_and_heads_that_share_keys(machine):
     np.testing.assert_array_equal(mask[0, :, 0], [[1] * 70 + [0] * 10] * 2 + [[1] * 80] * 2)
 
 
+@pytest.mark.parametrize("m, rows", [(3, 4), (7, 8), (21, 16)])
+@pytest.mark.parametrize("options", [{"cdf": 0.8}, {"topk": 0.4, "causal": True, "sink": True}], ids=["sum", "count"])
+def test_the_choice_whatever_a_block_has_of_rows(machine, m, rows, options):
+    """The choice alone, of blocks that are single tokens, so that these are their means: of two pieces of keys, the
+    second short, and columns that end within a vector of those loaded at once."""
+    n, d = 150, 27
+    q, k, _ = tokens(m, n, d=d)
+    group = {"pooled_q": q.astype(np.float32), "same_q": np.ones((1, 2, m), np.float32)}
+    group |= {"pooled_k": np.full((1, 1, d, 152), np.nan, np.float32), "same_k": np.ones((1, 1, n), np.float32)}
+    group["pooled_k"][..., :n] = k.swapaxes(-1, -2)
+    topk = options.get("topk")
+
+    def choice(shape):
+        launch = predict.choose_launch(shape, 1, 1, topk is not None)
+        assert launch.threads == 32 * rows
+        return mma.Plan((launch,), {"mask": (1, 2, m, n)})
+
+    kept = {"kept": int(topk * n) if topk else options["cdf"], "alike": 0.3, "sink": options.get("sink", False)}
+    mask = run(choice, (q, k, k), group | kept, causal=options.get("causal", False), machine=machine)[2]["mask"]
+    np.testing.assert_array_equal(mask, R.predict(q, k, rows=1, keys=1, alike=0.3, **options))
+
+
 @pytest.mark.parametrize("m, n", [(7, 1), (1, 33), (65, 31)])
 def test_short_sequences_and_tokens_of_zeros(machine, m, n):
     qkv = tokens(m, n)
