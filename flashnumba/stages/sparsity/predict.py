@@ -267,7 +267,7 @@ def plan_predicted(
     Raises:
         ValueError: as :func:`choose_launch`.
     """
-    pools = pool.pool_launches(shape, block_m, block_n, broken)
+    means = pool.pool_launch(shape, block_m, block_n, broken)
     choose = choose_launch(shape, block_m, block_n, by_count, broken)
     made = pool.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
-    return Plan((*pools, choose, *attend.launches), attend.scratch | made)
+    return Plan((means, choose, *attend.launches), attend.scratch | made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401  names bfloat16
 import numpy as np
 import pytest
 
@@ -85,6 +86,24 @@ def test_many_blocks_and_heads_that_share_keys(machine):
     given = means | alike | {"alike": 0.5, "kept": 70, "sink": False}
     mask = run(choice, (q, k, k), given, machine=machine)[2]["mask"]
     np.testing.assert_array_equal(mask[0, :, 0], [[1] * 70 + [0] * 10] * 2 + [[1] * 80] * 2)
+
+
+@pytest.mark.parametrize("dtype, d", [("float16", 27), ("float16", 72), ("bfloat16", 36), ("float32", 200)])
+def test_means_whatever_the_rows(machine, dtype, d):
+    """One element at a time; vectors that fill their lanes or do not; more than one for a lane."""
+    qkv = tuple(x.astype(dtype) for x in tokens(70, 100, d=d))
+    qkv[1][:, :, :32] = 0
+
+    def means(shape):
+        return mma.Plan((pool.pool_launch(shape, ROWS, KEYS),), pool.pooled_shapes(shape, ROWS, KEYS))
+
+    made = run(means, qkv, {}, machine=machine)[2]
+    made["pooled_k"] = made["pooled_k"].swapaxes(2, 3)
+    for x, rows, name in ((qkv[0], ROWS, "q"), (qkv[1], KEYS, "k")):
+        same, mean = made[f"same_{name}"], made[f"pooled_{name}"]
+        np.testing.assert_allclose(same, R.alikeness(x, rows), atol=1e-5)
+        wanted = np.stack([block.mean(-2) for block in R.blocks_of(x, rows)], -2)
+        np.testing.assert_allclose(mean[:, :, : wanted.shape[2]], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("m, rows", [(3, 4), (7, 8), (21, 16)])
