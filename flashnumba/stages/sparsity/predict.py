@@ -29,8 +29,10 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import (
     bits_to_f32,
     ex2_approx,
+    f32_to_bits,
     global_address,
     ld_global_nc_v4_f32,
+    ld_shared_f32,
     ld_shared_v4_f32,
     shared_address,
     st_shared_v4_f32,
@@ -96,8 +98,9 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
                         sums[QUAD * w + e] += of_q[w] * of_k[QUAD * a + e]
 
     @device
-    def weigh(at, count, lane):
-        """Scores become weights, 1 the largest; those that are no candidates -1, or -2 if they are kept."""
+    def weigh(at, count, lane, found):
+        """Scores become weights, 1 the largest; those that are no candidates -1, or -2 if they are kept. ``found[0]``:
+        the smallest. Returns their sum."""
         four = cuda.local.array(4, float32)
         top, total = float32(NOTHING), float32(0)
         for j in range(int32(4) * lane, count, int32(128)):
@@ -105,15 +108,17 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
             for e in range(4):
                 if four[e] < float32(APART):
                     top = max(top, four[e])
-        top = most(top)
+        top, smallest = most(top), float32(1)
         for j in range(int32(4) * lane, count, int32(128)):
             ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
             for e in range(4):
                 candidate = four[e] > float32(NOTHING) and four[e] < float32(APART)
                 p = ex2_approx((four[e] - top) * float32(LOG2_E) if candidate else float32(0))
                 total += p if candidate else float32(0)
+                smallest = min(smallest, p)
                 four[e] = p if candidate else float32(-2) if four[e] == float32(APART) else float32(-1)
             st_shared_v4_f32(at + uint32(4) * uint32(j), four, 0)
+        found[0] = -most(-smallest)
         return over_sum(total)
 
     @device
@@ -132,10 +137,11 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
 
     @device
     def select(at, count, lane, budget, found):
-        """``found[0]``: from which weight on all are kept. ``found[1]``: of how many that are next, the first are."""
+        """From the smallest weight in ``found[0]`` to the one from which on all are kept there, and in ``found[1]`` the
+        next one: of those that have it the first are kept, as many as are returned."""
         four = cuda.local.array(4, float32)
         taken = cuda.local.array(2, float32)
-        below, above = int32(0), int32(0x3F800001)
+        below, above = int32(f32_to_bits(found[0])), int32(0x3F800001)
         kept, kept_many = float32(0), float32(0)
         within(at, count, lane, below, taken)
         many = taken[1]
@@ -208,26 +214,25 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
         if row >= row_blocks:
             return
         own = uint32(scores + uint32(4) * uint32(warp * count))
-        total = weigh(own, count, lane)
+        total = weigh(own, count, lane, found)
         fit = select(own, count, lane, kept if by_count else kept * total, found)
         syncwarp()  # from here on each lane reads what others wrote
-        end, _ = seen_keys(
-            min((row + 1) * block_m, q.shape[2]) - 1, int64(1), k.shape[2], k.shape[2] - q.shape[2], causal, 1
-        )
-        whole_row = not same_q[batch, head, row] > alike
+        last_row = min((row + 1) * block_m, q.shape[2]) - 1
+        end, _ = seen_keys(last_row, int64(1), k.shape[2], k.shape[2] - q.shape[2], causal, 1)
+        seen, whole_row = int32(min(blocks, (end + (block_n - 1)) // block_n)), not same_q[batch, head, row] > alike
         below, before = uint32((uint32(1) << uint32(lane)) - uint32(1)), int32(0)
         for first in range(int32(0), int32(blocks), int32(32)):
-            j, p = first + lane, float32(-1)
-            if j < blocks:
-                p = shared[d * rows + warp * count + j]
+            j, p = int32(first + lane), float32(-1)
+            if j < seen:
+                p = ld_shared_f32(own + uint32(4) * uint32(j))
             equal = p == found[1] and p >= float32(0)
             which = vote_ballot(equal)
             wanted = whole_row or p >= found[0] or p == float32(-2) or (sink != 0 and j == 0)
-            if equal and before + int32(cuda.popc(which & below)) < fit:
+            if equal and int32(before + int32(cuda.popc(which & below))) < fit:
                 wanted = True
-            before += int32(cuda.popc(which))
+            before = int32(before + int32(cuda.popc(which)))
             if j < blocks:
-                mask[batch, head, row, j] = 1 if wanted and int64(j) * block_n < end else 0
+                mask[batch, head, row, uint32(j)] = 1 if wanted and j < seen else 0
 
     return choose
 
