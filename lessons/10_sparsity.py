@@ -259,11 +259,11 @@ lesson.show_source(pairs.find)
 #
 # ### The largest without sorting
 #
-# The largest numbers of a row are those whose bits are at least some $t$. Thirty halvings find $t$, by a warp, with no
-# barrier:
+# The largest numbers of a row are those whose bits are at least some $t$. Thirty halvings or fewer find $t$, by a
+# warp, with no barrier:
 
 # %%
-lesson.show_source(predict.make_choose, first="def select", last="taken = within")
+lesson.show_source(predict.make_choose, first="def select", last="below, many = middle")
 
 # %%
 names = ("blasst float16 d 128, tiles for sm_90a", "block_sparse float16 d 128, tiles for sm_90a",

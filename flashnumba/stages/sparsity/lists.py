@@ -1,7 +1,7 @@
 """From a mask of blocks to packed lists: which tiles of keys each row tile looks at.
 
 A mask says yes or no for ``block_m`` rows and ``block_n`` keys at a time; a kernel has tiles of its own, of which such
-blocks consist. A warp packs the list of a row tile, 32 tiles of keys at once: a ballot says which of them are wanted,
+blocks consist. A warp packs the list of a row tile, 32 tiles of keys at a time: a ballot says which of them are wanted,
 and the bits below a lane's own how many come before. Tiles that the causal mask hides from all of the rows are on no
 list. Lists are in ascending order. The counter from which the blocks of the next kernel may draw row tiles is cleared
 on the way.
@@ -13,14 +13,15 @@ import math
 from functools import cache
 
 from flashnumba.machine.function import Kernel, kernel
-from flashnumba.machine.instructions import vote_ballot
-from flashnumba.machine.numba import cuda, int32, int64, uint32
+from flashnumba.machine.instructions import global_address, st_global_b32, vote_ballot
+from flashnumba.machine.numba import cuda, int32, int64, uint32, uint64
 from flashnumba.stages.sparsity.problem import Launch, Shape
 from flashnumba.tiles.schedule import seen_keys
 
 __all__ = ["FAULTS", "make_pack", "mask_shape", "plan_lists"]
 
-WARPS = 4
+WARPS, AHEAD = 4, 8
+"""Warps a block; times 32 tiles whose blocks are loaded before the first are listed."""
 ARGS = ("mask", "q", "k", "indices", "counts", "counter", "causal")
 FAULTS = ("place", "block", "counter")
 """What can be planted: a lane counts itself among those before it; a block is taken for a tile; the counter is left
@@ -40,24 +41,30 @@ def make_pack(bm: int, bn: int, block_m: int, block_n: int, broken: str = "") ->
         if clears and cuda.blockIdx.x == 0 and cuda.threadIdx.x == 0:
             counter[0] = int32(0)
         row_tiles, heads = counts.shape[2], counts.shape[1]
-        number = int64(cuda.blockIdx.x) * WARPS + int64(cuda.threadIdx.x >> 5)
+        number = uint32(cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5))
         if number >= counts.shape[0] * heads * row_tiles:
             return  # the whole warp, as all of its lanes vote below
-        lane = int64(cuda.threadIdx.x & 31)
-        tile, head, batch = number % row_tiles, number // row_tiles % heads, number // row_tiles // heads
+        pair = uint32(number // uint32(row_tiles))
+        batch, lane = int64(pair // uint32(heads)), int32(cuda.threadIdx.x & 31)
+        tile, head = int64(number - pair * uint32(row_tiles)), int64(pair - batch * heads)
         end, _ = seen_keys(tile * bm, int64(bm), k.shape[2], k.shape[2] - q.shape[2], causal, 1)
-        last, row = (end + (bn - 1)) // bn, tile // rows_each
+        last, row, most = int32((end + (bn - 1)) // bn), tile // rows_each, int32(mask.shape[3] - 1)
         below = uint32((uint32(1) << uint32(lane + upto)) - uint32(1))
+        out = int64(global_address(indices)) + 4 * (int64(number) * indices.shape[3])
+        wanted = cuda.local.array(AHEAD, uint32)
         count = int32(0)
-        for first in range(int64(0), last, int64(32)):
-            j = first + lane
-            wanted = False
-            if j < last:
-                wanted = mask[batch, head, row, min(j // keys_each, mask.shape[3] - 1)] != 0
-            which = vote_ballot(wanted)
-            if wanted:
-                indices[batch, head, tile, count + int32(cuda.popc(which & below))] = int32(j)
-            count += int32(cuda.popc(which))
+        for first in range(int32(0), last, int32(32 * AHEAD)):
+            for a in range(AHEAD):
+                j = min(int32(first + lane + 32 * a), int32(last - 1))
+                wanted[a] = mask[batch, head, row, uint32(min(int32(uint32(j) // uint32(keys_each)), most))]
+            for a in range(AHEAD):
+                j = int32(first + lane + 32 * a)
+                listed = wanted[a] != 0 and j < last
+                which = vote_ballot(listed)
+                if listed:
+                    place = uint32(count + int32(cuda.popc(which & below)))
+                    st_global_b32(uint64(out + 4 * int64(place)), uint32(j))
+                count += int32(cuda.popc(which))
         if lane == 0:
             counts[batch, head, tile] = count
 

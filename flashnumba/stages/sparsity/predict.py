@@ -1,16 +1,21 @@
 """SpargeAttn's prediction: which blocks of keys a block of rows should look at, from one mean token for each block.
 
 :mod:`flashnumba.stages.sparsity.pool` has left of each block its mean token, and how alike its tokens are. Then
-``choose`` has a block of four warps for every four blocks of rows::
+``choose`` has a block of 4, 8 or 16 warps for as many blocks of rows::
 
-    s_j = scale <mean of q, mean of k_j>        -inf if k_j's tokens are not alike, or none of the rows sees it
-    p = softmax(s)
-    keep the largest p while their sum stays within ``kept`` (TopCdf), or the ``kept`` largest (top-k); one at least
+    s_j = scale <mean of q, mean of k_j>        -inf if none of the rows sees it; apart if k_j's tokens are not alike
+    p = exp(s - max s)
+    keep the largest p while their sum stays within ``kept`` of all (TopCdf), or the ``kept`` largest (top-k); one at
+    least
     keep all if q's tokens are not alike, k_j for all rows if k_j's are not, and the first block if it is a sink
 
+A thread has four neighbouring blocks of keys for four blocks of rows, with the loads of eight columns under way: what
+one row costs is a read of all mean tokens from L2, so as many rows as there is room for share it.
+
 Nothing is sorted. The k largest of numbers in [0, 1] are those whose bits, read as an integer, are at least some t, and
-30 halvings find the smallest t for which those kept are not too many. Equal numbers are kept in the order of their
-blocks as far as the rest of the budget goes. A warp has a row to itself, so none of this takes a barrier.
+at most 30 halvings find a t for which those kept are not too many, and would be with one more; a bracket that holds one
+number is narrow enough. Equal numbers are kept in the order of their blocks as far as the rest of the budget goes. Then
+a warp has a row to itself, so none of this takes a barrier.
 
 Sources: SpargeAttn, arXiv 2502.18137, section 3.3, and thu-ml/SpargeAttn, ``utils.py``, which this follows where they
 differ: cosines instead of products over the greatest product, a prefix whose sum does not exceed ``kept``.
@@ -24,11 +29,17 @@ from flashnumba.machine.function import Kernel, device, kernel
 from flashnumba.machine.instructions import (
     bits_to_f32,
     ex2_approx,
-    rcp_approx,
+    f32_to_bits,
+    global_address,
+    ld_global_nc_v4_f32,
+    ld_shared_f32,
+    ld_shared_v4_f32,
+    shared_address,
+    st_shared_v4_f32,
     syncwarp,
     vote_ballot,
 )
-from flashnumba.machine.numba import cuda, float32, int32, int64, uint32
+from flashnumba.machine.numba import cuda, float32, int32, int64, uint32, uint64
 from flashnumba.stages.sparsity import lists, pool
 from flashnumba.stages.sparsity.problem import Launch, Plan, Shape
 from flashnumba.tiles.online import LOG2_E, NOTHING
@@ -37,12 +48,18 @@ from flashnumba.tiles.schedule import seen_keys
 
 __all__ = ["ALL", "FAULTS", "MOST_BLOCKS", "choose_launch", "make_choose", "plan_predicted"]
 
-WARPS = 4
-"""A block, each with a block of rows."""
+ROWS = (16, 8, 4)
+"""Blocks of rows that a block may have."""
+QUAD, AHEAD = 4, 8
+"""Rows, and blocks of keys, that a thread multiplies at once; columns that it loads before it uses the first."""
 MOST_BLOCKS = 6144
 """Blocks of keys that four rows of scores leave room for in 99 KB of shared memory."""
+SHARED = {"80": 163, "90": 227, "100": 227, "103": 227}
+"""KB of shared memory that a block may have; 99, or on sm_75 64, elsewhere."""
 ALL = 1.0e30
 """A budget that nothing exceeds."""
+APART = float("inf")
+"""The score of a block that is kept whatever its score, and -2 its weight: both beyond those of candidates."""
 CHOOSE_ARGS = ("pooled_q", "pooled_k", "same_q", "same_k", "q", "k", "mask", "scale", "causal", "kept", "alike", "sink")
 FAULTS = ("barrier", "column", "strict")
 """What can be planted: the barrier between scores and choice; the columns of blocks that are not alike are not kept;
@@ -50,133 +67,182 @@ the budget is exceeded by one."""
 
 
 @cache
-def make_choose(d: int, block_m: int, block_n: int, by_count: bool, broken: str = "") -> Kernel:
-    """The kernel; its arguments are :data:`CHOOSE_ARGS`. ``kept`` is a sum, or by count a number; four floats of
-    dynamic shared memory for each block of keys."""
-    most, tokens = lanes_max(), (d, WARPS)
-    over_sum, columns_each = lanes_sum(), -(-d // 32)
-    barrier, columns_forced, more = broken != "barrier", broken != "column", int(broken == "strict")
+def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, broken: str = "") -> Kernel:
+    """The kernel; its arguments are :data:`CHOOSE_ARGS`. ``kept`` is a sum, or by count a number. Of dynamic shared
+    memory it takes ``rows`` times ``d`` floats, and as many as there are blocks of keys, up to a multiple of four.
+
+    Args:
+        d: the columns, or a few more: a multiple of 32.
+        rows: of :data:`ROWS`.
+    """
+    most, over_sum, columns_each, teams = lanes_max(), lanes_sum(), d // 32, rows // QUAD
+    loaded, products = AHEAD * QUAD, QUAD * QUAD
+    barrier, more = broken != "barrier", int(broken == "strict")
+    apart = NOTHING if broken == "column" else APART
 
     @device
-    def within(scores, start, blocks, lane, bits):
-        """What those whose bits are at least ``bits`` take of the budget."""
-        least, taken = bits_to_f32(uint32(bits)), float32(0)
-        for j in range(lane, blocks, int64(32)):
-            p = scores[start + j]
-            if p >= least:
-                taken += float32(1) if by_count else p
-        return over_sum(taken)
+    def multiply(sums, tokens, means, step, columns):
+        """Sums of products of four mean tokens at ``tokens``, in shared memory, and four at ``means``."""
+        of_q = cuda.local.array(QUAD, float32)
+        of_k = cuda.local.array(loaded, float32)
+        for i in range(products):
+            sums[i] = float32(0)
+        for first in range(int32(0), int32(columns), int32(AHEAD)):
+            for a in range(AHEAD):  # those beyond the last meet a token's zeros
+                column = min(int32(first + a), int32(columns - 1))
+                ld_global_nc_v4_f32(of_k, QUAD * a, means + uint64(uint32(column) * uint32(step)))
+            for a in range(AHEAD):
+                ld_shared_v4_f32(of_q, 0, tokens + uint32(16) * uint32(first + a))
+                for w in range(QUAD):
+                    for e in range(QUAD):
+                        sums[QUAD * w + e] += of_q[w] * of_k[QUAD * a + e]
 
     @device
-    def weigh(scores, start, blocks, lane):
-        """Scores become weights, -1 for those of -inf, and for a NaN."""
-        top = float32(NOTHING)
-        for j in range(lane, blocks, int64(32)):
-            top = max(top, scores[start + j])
-        top, total = most(top), float32(0)
-        for j in range(lane, blocks, int64(32)):
-            p = float32(-1)
-            if scores[start + j] > float32(NOTHING):
-                p = ex2_approx((scores[start + j] - top) * float32(LOG2_E))
-                total += p
-            scores[start + j] = p
-        total = over_sum(total)
-        share = rcp_approx(total) if total > float32(0) else float32(1)
-        for j in range(lane, blocks, int64(32)):
-            if scores[start + j] > float32(0):
-                scores[start + j] *= share
+    def weigh(at, count, lane, found):
+        """Scores become weights, 1 the largest; those that are no candidates -1, or -2 if they are kept. ``found[0]``:
+        the smallest. Returns their sum."""
+        four = cuda.local.array(4, float32)
+        top, total = float32(NOTHING), float32(0)
+        for j in range(int32(4) * lane, count, int32(128)):
+            ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
+            for e in range(4):
+                if four[e] < float32(APART):
+                    top = max(top, four[e])
+        top, smallest = most(top), float32(1)
+        for j in range(int32(4) * lane, count, int32(128)):
+            ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
+            for e in range(4):
+                candidate = four[e] > float32(NOTHING) and four[e] < float32(APART)
+                p = ex2_approx((four[e] - top) * float32(LOG2_E) if candidate else float32(0))
+                total += p if candidate else float32(0)
+                smallest = min(smallest, p)
+                four[e] = p if candidate else float32(-2) if four[e] == float32(APART) else float32(-1)
+            st_shared_v4_f32(at + uint32(4) * uint32(j), four, 0)
+        found[0] = -most(-smallest)
+        return over_sum(total)
 
     @device
-    def select(scores, start, blocks, lane, budget, found):
-        """``found[0]``: bits from which on all are kept. ``found[1]``: of how many that are next, the first are."""
-        below, above = int32(0), int32(0x3F800100)
-        if within(scores, start, blocks, lane, below) <= budget:
-            above = below
-        while above > below + int32(1):
+    def within(at, count, lane, bits, taken):
+        """What those whose bits are at least ``bits`` take of the budget, and how many they are."""
+        four = cuda.local.array(4, float32)
+        least, total, many = bits_to_f32(uint32(bits)), float32(0), float32(0)
+        for j in range(int32(4) * lane, count, int32(128)):
+            ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
+            for e in range(4):
+                if four[e] >= least:
+                    many += float32(1)
+                    total += four[e]
+        taken[1] = over_sum(many)
+        taken[0] = taken[1] if by_count else over_sum(total)
+
+    @device
+    def select(at, count, lane, budget, found):
+        """From the smallest weight in ``found[0]`` to the one from which on all are kept there, and in ``found[1]`` the
+        next one: of those that have it the first are kept, as many as are returned."""
+        four = cuda.local.array(4, float32)
+        taken = cuda.local.array(2, float32)
+        below, above = int32(f32_to_bits(found[0])), int32(0x3F800001)
+        kept, kept_many = float32(0), float32(0)
+        within(at, count, lane, below, taken)
+        many = taken[1]
+        if taken[0] <= budget:
+            above, kept = below, taken[0]
+        while above > below + int32(1) and many > kept_many + float32(1):
             middle = int32((below + above) >> int32(1))
-            if within(scores, start, blocks, lane, middle) <= budget:
-                above = middle
+            within(at, count, lane, middle, taken)
+            if taken[0] <= budget:
+                above, kept, kept_many = middle, taken[0], taken[1]
             else:
-                below = middle
-        taken = within(scores, start, blocks, lane, above)
+                below, many = middle, taken[1]
         least, after = bits_to_f32(uint32(above)), float32(-1)
-        for j in range(lane, blocks, int64(32)):
-            if scores[start + j] < least:
-                after = max(after, scores[start + j])
+        for j in range(int32(4) * lane, count, int32(128)):
+            ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
+            for e in range(4):
+                if four[e] < least:
+                    after = max(after, four[e])
         after = most(after)
-        each = float32(1) if by_count else after
         room = float32(0)
         if after > float32(0):
-            room = (budget - taken) * rcp_approx(each) if by_count else (budget - taken) / each
+            room = budget - kept if by_count else (budget - kept) / after
         fit = int32(min(room, float32(1e9))) + int32(more)
-        if taken == float32(0):
+        if kept == float32(0):
             fit = max(fit, int32(1))
         found[0], found[1] = least, after
         return fit
 
-    @kernel(threads=32 * WARPS, arch="75", name="sparsity.choose")
+    @kernel(threads=32 * rows, min_blocks=1, arch="75", name="sparsity.choose")
     def choose(pooled_q, pooled_k, same_q, same_k, q, k, mask, scale, causal, kept, alike, sink):
-        scores = cuda.shared.array(0, float32)
-        rows = cuda.shared.array(tokens, float32)
-        sums = cuda.local.array(WARPS, float32)
+        shared = cuda.shared.array(0, float32)
+        sums = cuda.local.array(products, float32)
+        same = cuda.local.array(QUAD, float32)
+        four = cuda.local.array(QUAD, float32)
         found = cuda.local.array(2, float32)
         heads, row_blocks, blocks, columns = mask.shape[1], mask.shape[2], mask.shape[3], q.shape[3]
-        groups = (row_blocks + (WARPS - 1)) // WARPS
-        number = int64(cuda.blockIdx.x)
-        head, batch = number // groups % heads, number // groups // heads
-        head_kv = head // (heads // same_k.shape[1])
-        lane, warp = int64(cuda.threadIdx.x & 31), int64(cuda.threadIdx.x >> 5)
-        row = number % groups * WARPS + warp
-        for i in range(columns_each):
-            column = lane + 32 * i
-            if column < d:
-                x = float32(0)
-                if row < row_blocks and column < columns:
-                    x = pooled_q[batch, head, row, column]
-                rows[column, warp] = x
-        cuda.syncthreads()  # the four mean tokens are there
-        for j in range(int64(cuda.threadIdx.x), blocks, int64(32 * WARPS)):
-            for w in range(WARPS):
-                sums[w] = float32(0)
-            for column in range(columns):
-                of_k = pooled_k[batch, head_kv, column, j]
-                for w in range(WARPS):
-                    sums[w] += rows[column, w] * of_k
-            usable = same_k[batch, head_kv, j] > alike
-            for w in range(WARPS):
-                last_row = min((number % groups * WARPS + w + 1) * block_m, q.shape[2]) - 1
-                end, _ = seen_keys(last_row, int64(1), k.shape[2], k.shape[2] - q.shape[2], causal, 1)
-                scores[w * blocks + j] = sums[w] * scale if usable and j * block_n < end else float32(NOTHING)
+        groups, number = uint32(uint32(row_blocks + (rows - 1)) // uint32(rows)), uint32(cuda.blockIdx.x)
+        first_row, pair = int64(number % groups) * rows, uint32(number // groups)
+        head, batch = int64(pair % uint32(heads)), int64(pair // uint32(heads))
+        head_kv = int64(uint32(head) // (uint32(heads) // uint32(same_k.shape[1])))
+        lane, warp = int32(cuda.threadIdx.x & 31), int32(cuda.threadIdx.x >> 5)
+        row, count = first_row + warp, int32((blocks + 3) // 4 * 4)
+        for i in range(columns_each):  # four rows' mean tokens are side by side
+            column, x = lane + int32(32 * i), float32(0)
+            if row < row_blocks and column < columns:
+                x = pooled_q[batch, head, row, column]
+            shared[((warp // QUAD) * d + column) * QUAD + warp % QUAD] = x
+        cuda.syncthreads()  # the mean tokens are there
+        tokens = shared_address(shared)
+        scores = uint32(tokens + uint32(4 * d * rows))
+        means = int64(global_address(pooled_k)) + batch * pooled_k.strides[0] + head_kv * pooled_k.strides[1]
+        for piece in range(warp, (count + 127) // 128 * teams, rows):
+            team, j = piece % teams, piece // teams * 128 + 4 * lane
+            if j < count:
+                for e in range(QUAD):
+                    same[e] = same_k[batch, head_kv, min(int64(j + e), blocks - 1)]
+                multiply(sums, tokens + uint32(16 * d * team), uint64(means + 4 * j), pooled_k.strides[2], columns)
+                for w in range(QUAD):
+                    last_row = min((first_row + QUAD * team + w + 1) * block_m, q.shape[2]) - 1
+                    end, _ = seen_keys(last_row, int64(1), k.shape[2], k.shape[2] - q.shape[2], causal, 1)
+                    seen = int32(min(blocks, (end + (block_n - 1)) // block_n))
+                    for e in range(QUAD):
+                        s = sums[QUAD * w + e] * scale
+                        s = s if abs(s) < float32(APART) else float32(NOTHING)
+                        s = s if same[e] > alike else float32(apart)
+                        four[e] = s if j + e < seen else float32(NOTHING)
+                    st_shared_v4_f32(scores + uint32(4) * uint32((QUAD * team + w) * count + j), four, 0)
         if barrier:
-            cuda.syncthreads()  # the scores of all four rows are there
+            cuda.syncthreads()  # the scores of all rows are there
         if row >= row_blocks:
             return
-        start = warp * blocks
-        weigh(scores, start, blocks, lane)
-        syncwarp()  # each lane reads what it wrote; the order of the two loops is the same
-        fit = select(scores, start, blocks, lane, kept, found)
+        own = uint32(scores + uint32(4) * uint32(warp * count))
+        total = weigh(own, count, lane, found)
+        fit = select(own, count, lane, kept if by_count else kept * total, found)
+        syncwarp()  # from here on each lane reads what others wrote
         last_row = min((row + 1) * block_m, q.shape[2]) - 1
         end, _ = seen_keys(last_row, int64(1), k.shape[2], k.shape[2] - q.shape[2], causal, 1)
-        whole_row = not same_q[batch, head, row] > alike
-        below = uint32((uint32(1) << uint32(lane)) - uint32(1))
-        before = int32(0)
-        for first in range(int64(0), blocks, int64(32)):
-            j = first + lane
-            p, wanted = float32(-1), False
-            if j < blocks:
-                p = scores[start + j]
-                wanted = whole_row or p >= found[0] or (sink != 0 and j == 0)
-                if columns_forced:
-                    wanted = wanted or not same_k[batch, head_kv, j] > alike
+        seen, whole_row = int32(min(blocks, (end + (block_n - 1)) // block_n)), not same_q[batch, head, row] > alike
+        below, before = uint32((uint32(1) << uint32(lane)) - uint32(1)), int32(0)
+        for first in range(int32(0), int32(blocks), int32(32)):
+            j, p = int32(first + lane), float32(-1)
+            if j < seen:
+                p = ld_shared_f32(own + uint32(4) * uint32(j))
             equal = p == found[1] and p >= float32(0)
             which = vote_ballot(equal)
-            if equal and before + int32(cuda.popc(which & below)) < fit:
+            wanted = whole_row or p >= found[0] or p == float32(-2) or (sink != 0 and j == 0)
+            if equal and int32(before + int32(cuda.popc(which & below))) < fit:
                 wanted = True
-            before += int32(cuda.popc(which))
+            before = int32(before + int32(cuda.popc(which)))
             if j < blocks:
-                mask[batch, head, row, j] = 1 if wanted and j * block_n < end else 0
+                mask[batch, head, row, uint32(j)] = 1 if wanted and j < seen else 0
 
     return choose
+
+
+def rows_for(shape: Shape, d: int, row_blocks: int, room: int) -> int:
+    """Rows of a block: as many as there is shared memory for, with no more than three to spare in a head's last."""
+    number = shape.arch.rstrip("a")
+    most = 1024 * SHARED.get(number, 64 if number == "75" else 99)
+    fit = [rows for rows in ROWS if 4 * rows * (d + room) <= most and rows < row_blocks + QUAD]
+    return fit[0] if fit else ROWS[-1]
 
 
 def choose_launch(shape: Shape, block_m: int, block_n: int, by_count: bool, broken: str = "") -> Launch:
@@ -185,15 +251,17 @@ def choose_launch(shape: Shape, block_m: int, block_n: int, by_count: bool, brok
     Raises:
         ValueError: more than :data:`MOST_BLOCKS` blocks of keys.
     """
-    rows, blocks = -(-shape.m // block_m), -(-shape.n // block_n)
+    row_blocks, blocks = -(-shape.m // block_m), -(-shape.n // block_n)
     if blocks > MOST_BLOCKS:
         raise ValueError(
             f"k has {shape.n} rows, {blocks} blocks of {block_n}; the prediction takes {MOST_BLOCKS}: use larger blocks"
         )
-    choose = make_choose(-(-shape.d // 32) * 32, block_m, block_n, by_count, broken)
-    room = max(512, 1 << max(0, blocks - 1).bit_length())  # few sizes, as each is prepared once
-    shared = 4 * WARPS * min(room, MOST_BLOCKS)
-    return Launch(choose, shape.batch * shape.heads * -(-rows // WARPS), choose.threads, shared, CHOOSE_ARGS)
+    d = -(-shape.d // 32) * 32
+    room = min(MOST_BLOCKS, max(512, 1 << max(0, blocks - 1).bit_length()))  # few sizes, as each is prepared once
+    rows = rows_for(shape, d, row_blocks, room)
+    choose = make_choose(d, rows, block_m, block_n, by_count, broken)
+    grid = shape.batch * shape.heads * -(-row_blocks // rows)
+    return Launch(choose, grid, choose.threads, 4 * rows * (d + room), CHOOSE_ARGS)
 
 
 def plan_predicted(
@@ -204,7 +272,7 @@ def plan_predicted(
     Raises:
         ValueError: as :func:`choose_launch`.
     """
-    pools = pool.pool_launches(shape, block_m, block_n, broken)
+    means = pool.pool_launch(shape, block_m, block_n, broken)
     choose = choose_launch(shape, block_m, block_n, by_count, broken)
     made = pool.pooled_shapes(shape, block_m, block_n) | {"mask": lists.mask_shape(shape, block_m, block_n)}
-    return Plan((*pools, choose, *attend.launches), attend.scratch | made)
+    return Plan((means, choose, *attend.launches), attend.scratch | made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401  names bfloat16
 import numpy as np
 import pytest
 
@@ -85,6 +86,46 @@ def test_many_blocks_and_heads_that_share_keys(machine):
     given = means | alike | {"alike": 0.5, "kept": 70, "sink": False}
     mask = run(choice, (q, k, k), given, machine=machine)[2]["mask"]
     np.testing.assert_array_equal(mask[0, :, 0], [[1] * 70 + [0] * 10] * 2 + [[1] * 80] * 2)
+
+
+@pytest.mark.parametrize("dtype, d", [("float16", 27), ("float16", 72), ("bfloat16", 36), ("float32", 200)])
+def test_means_whatever_the_rows(machine, dtype, d):
+    """One element at a time; vectors that fill their lanes or do not; more than one for a lane."""
+    qkv = tuple(x.astype(dtype) for x in tokens(70, 100, d=d))
+    qkv[1][:, :, :32] = 0
+
+    def means(shape):
+        return mma.Plan((pool.pool_launch(shape, ROWS, KEYS),), pool.pooled_shapes(shape, ROWS, KEYS))
+
+    made = run(means, qkv, {}, machine=machine)[2]
+    made["pooled_k"] = made["pooled_k"].swapaxes(2, 3)
+    for x, rows, name in ((qkv[0], ROWS, "q"), (qkv[1], KEYS, "k")):
+        same, mean = made[f"same_{name}"], made[f"pooled_{name}"]
+        np.testing.assert_allclose(same, R.alikeness(x, rows), atol=1e-5)
+        wanted = np.stack([block.mean(-2) for block in R.blocks_of(x, rows)], -2)
+        np.testing.assert_allclose(mean[:, :, : wanted.shape[2]], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("m, rows", [(3, 4), (7, 8), (21, 16)])
+@pytest.mark.parametrize("options", [{"cdf": 0.8}, {"topk": 0.4, "causal": True, "sink": True}], ids=["sum", "count"])
+def test_the_choice_whatever_a_block_has_of_rows(machine, m, rows, options):
+    """The choice alone, of blocks that are single tokens, so that these are their means: of two pieces of keys, the
+    second short, and columns that end within a vector of those loaded at once."""
+    n, d = 150, 27
+    q, k, _ = tokens(m, n, d=d)
+    group = {"pooled_q": q.astype(np.float32), "same_q": np.ones((1, 2, m), np.float32)}
+    group |= {"pooled_k": np.full((1, 1, d, 152), np.nan, np.float32), "same_k": np.ones((1, 1, n), np.float32)}
+    group["pooled_k"][..., :n] = k.swapaxes(-1, -2)
+    topk = options.get("topk")
+
+    def choice(shape):
+        launch = predict.choose_launch(shape, 1, 1, topk is not None)
+        assert launch.threads == 32 * rows
+        return mma.Plan((launch,), {"mask": (1, 2, m, n)})
+
+    kept = {"kept": int(topk * n) if topk else options["cdf"], "alike": 0.3, "sink": options.get("sink", False)}
+    mask = run(choice, (q, k, k), group | kept, causal=options.get("causal", False), machine=machine)[2]["mask"]
+    np.testing.assert_array_equal(mask, R.predict(q, k, rows=1, keys=1, alike=0.3, **options))
 
 
 @pytest.mark.parametrize("m, n", [(7, 1), (1, 33), (65, 31)])
