@@ -51,7 +51,8 @@ __all__ = ["ALL", "FAULTS", "MOST_BLOCKS", "choose_launch", "make_choose", "plan
 ROWS = (16, 8, 4)
 """Blocks of rows that a block may have."""
 QUAD, AHEAD = 4, 8
-"""Rows, and blocks of keys, that a thread multiplies at once; columns that it loads before it uses the first."""
+"""Blocks of rows, and of keys, that a thread multiplies at once; columns that it loads before it uses the first. Unless
+a block is promised a multiprocessor, the compiler saves registers by loading one column after the other."""
 MOST_BLOCKS = 6144
 """Blocks of keys that four rows of scores leave room for in 99 KB of shared memory."""
 SHARED = {"80": 163, "90": 227, "100": 227, "103": 227}
@@ -68,8 +69,8 @@ the budget is exceeded by one."""
 
 @cache
 def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, broken: str = "") -> Kernel:
-    """The kernel; its arguments are :data:`CHOOSE_ARGS`. ``kept`` is a sum, or by count a number. Of dynamic shared
-    memory it takes ``rows`` times ``d`` floats, and as many as there are blocks of keys, up to a multiple of four.
+    """The kernel; its arguments are :data:`CHOOSE_ARGS`. ``kept`` is a sum, or by count a number. Dynamic
+    shared memory has, for each of ``rows``, ``d`` floats and one for each block of keys, up to a multiple of four.
 
     Args:
         d: the columns, or a few more: a multiple of 32.
