@@ -50,7 +50,7 @@ __all__ = ["ALL", "FAULTS", "MOST_BLOCKS", "choose_launch", "make_choose", "plan
 
 ROWS = (16, 8, 4)
 """Blocks of rows that a block may have."""
-QUAD, AHEAD = 4, 8
+QUAD, AHEAD = 4, 16
 """Blocks of rows, and of keys, that a thread multiplies at once; columns that it loads before it uses the first. Unless
 a block is promised a multiprocessor, the compiler saves registers by loading one column after the other."""
 MOST_BLOCKS = 6144
