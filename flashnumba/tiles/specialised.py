@@ -30,12 +30,10 @@ from functools import cache
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
-    atom_add_acq_rel_gpu_u32,
     bar_arrive,
     bar_sync,
     bulk_wait_read,
     fence_mbarrier_init,
-    global_address,
     ld_shared_b32,
     mbarrier_arrive,
     mbarrier_wait,
@@ -54,12 +52,11 @@ from flashnumba.tiles import skip, specialised_consumer, specialised_producer, s
 from flashnumba.tiles.attention import factor_of, log_sum, make_steps, share_of
 from flashnumba.tiles.descriptor import descriptor
 from flashnumba.tiles.panels import PANEL_BYTES, make_panel_store
-from flashnumba.tiles.schedule import heads_near, longest_first, paired
 from flashnumba.tiles.skip import make_shut_out
 from flashnumba.tiles.sparse import COMPUTED, SKIPPED
 from flashnumba.tiles.specialised_consumer import OWN, OWN_THREADS, TURN, TURN_THREADS, make_take_step
 from flashnumba.tiles.specialised_lists import make_keys
-from flashnumba.tiles.specialised_producer import END, Q_EMPTY, Q_FULL, STOP, V_EMPTY, V_FULL, make_ring
+from flashnumba.tiles.specialised_producer import END, Q_EMPTY, Q_FULL, STOP, V_EMPTY, V_FULL, make_produce, make_ring
 from flashnumba.tiles.specialised_steps import make_consumer_steps
 from flashnumba.tiles.specialised_tiles import ALIGNMENT, PANEL, PRODUCER_REGISTERS, ROWS, SpecialisedTiles
 
@@ -104,10 +101,11 @@ def make_specialised(
     bm, bn, consumers, slots = tiles.bm, tiles.bn, tiles.consumers, tiles.slots
     part, slot_bytes, bar_bytes, all_words = tiles.part, tiles.slot, 8 * tiles.bars, tiles.words
     panels, k_panel = tiles.d // PANEL, 2 * bn * PANEL
-    count_of, open_list, keys_of, find = make_keys(tiles, broken)
+    _, open_list, keys_of, find = make_keys(tiles, broken)
     gathered, pieces = tiles.block > 0, bn // tiles.keys
     made, own_steps = make_ring(tiles, vote, broken), make_consumer_steps(tiles, element, broken)
-    bar, one, after, make_bars, load_q, load_kv, begin, say_stop = made
+    bar, one, after, make_bars = made[:4]
+    produce = make_produce(tiles, made, broken)
     take_step = make_take_step(tiles, element, made, own_steps, vote, broken)
     negate_q, multiply_pv = own_steps.negate_q, own_steps.multiply_pv
     give, take = setmaxnreg_dec(PRODUCER_REGISTERS), setmaxnreg_inc(tiles.registers)
@@ -125,44 +123,6 @@ def make_specialised(
     syncs, signs, waits_v, lets_go, early = (
         broken != "init", broken != "sign", broken != "v_wait", broken != "last_v", broken == "rows"
     )  # fmt: skip
-
-    @device
-    def each(unit, grid, counter):
-        return uint32(unit + grid)
-
-    @device
-    def draw(unit, grid, counter):
-        """The next one that nobody has; each block has begun with that of its number."""
-        return uint32(grid + atom_add_acq_rel_gpu_u32(global_address(counter), uint32(1)))
-
-    next_unit = draw if gathered else each
-
-    @device
-    def produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts, counter):
-        group, grid = uint32(q.shape[1]) // uint32(k.shape[1]), uint32(cuda.gridDim.x)
-        row_tiles, heads = uint32((q.shape[2] + (bm - 1)) // bm), uint32(q.shape[0] * q.shape[1])
-        near = heads_near(heads, group, k.shape[2], q.shape[3] * 2)
-        in_pairs = causal != 0 and grid < row_tiles * heads and not gathered
-        units = (row_tiles + uint32(1)) // uint32(2) * heads if in_pairs else row_tiles * heads
-        state, turn, unit = begin(), uint32(0), uint32(cuda.blockIdx.x)
-        while unit < units:
-            for half in range(uint32(0), uint32(2) if in_pairs else uint32(1)):
-                if in_pairs:
-                    head, tile = paired(unit + half * units, row_tiles, heads, near, causal)
-                else:
-                    head, tile = longest_first(unit, row_tiles, heads, near, causal)
-                if tile < row_tiles:  # the middle one of an odd number has no partner
-                    batch, head = head // uint32(q.shape[1]), head % uint32(q.shape[1])
-                    count = count_of(counts, batch, head, tile)
-                    listed = open_list(indices, batch, head, tile, count, k.shape[2])
-                    last, _ = keys_of(listed, int64(tile), q.shape[2], k.shape[2], causal, scale)
-                    load_q(q_tile, bars, words, turn, maps[0], tile, head, batch, count)
-                    state = load_kv(
-                        k_ring, v_ring, bars, words, maps[1:], state, last, listed, int32(head // group), int32(batch)
-                    )  # fmt: skip
-                    turn += uint32(1)
-            unit = next_unit(unit, grid, counter)
-        say_stop(bars, words, turn)
 
     @device
     def mark(tile_map, batch, head, unit, listed, j, computed):

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 from flashnumba.machine.function import DeviceFunction, device
 from flashnumba.machine.instructions import (
+    atom_add_acq_rel_gpu_u32,
+    global_address,
     ld_shared_b32,
     mbarrier_arrive,
     mbarrier_arrive_expect_tx,
@@ -36,13 +38,14 @@ from flashnumba.machine.instructions import (
     st_shared_b32,
     tma_load_4d,
 )
-from flashnumba.machine.numba import cuda, int32, uint32
+from flashnumba.machine.numba import cuda, int32, int64, uint32
 from flashnumba.tiles.ring import make_after
+from flashnumba.tiles.schedule import heads_near, longest_first, paired
 from flashnumba.tiles.specialised_lists import make_keys
 from flashnumba.tiles.specialised_tiles import DECISIONS, PANEL, ROWS, SpecialisedTiles
 
 __all__ = ["DECIDED", "END", "FAULTS", "K_EMPTY", "K_FULL", "Q_EMPTY", "Q_FULL", "STOP", "VOTE_FAULTS", "V_EMPTY",
-           "V_FULL", "Ring", "make_ring"]  # fmt: skip
+           "V_FULL", "Ring", "make_produce", "make_ring"]  # fmt: skip
 
 K_FULL, V_FULL, K_EMPTY, V_EMPTY, DECIDED = range(5)
 Q_FULL, Q_EMPTY, END = range(3)
@@ -240,3 +243,52 @@ def make_ring(tiles: SpecialisedTiles, vote: bool, broken: str = "") -> Ring:
 
     load, start = (load_wanted, begin_wanted) if vote else (load_kv, begin)
     return Ring(bar, one, after, make, load_q, load, start, stop)
+
+
+@cache
+def make_produce(tiles: SpecialisedTiles, ring: Ring, broken: str = "") -> DeviceFunction:
+    """``produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts, counter)``: all that a
+    block's producer does, by one thread; arguments as :func:`flashnumba.tiles.specialised.make_specialised`."""
+    bm, gathered = tiles.bm, tiles.block > 0
+    load_q, load_kv, begin, say_stop = ring.load_q, ring.load_kv, ring.begin, ring.stop
+    count_of, open_list, keys_of, _ = make_keys(tiles, broken)
+
+    @device
+    def each(unit, grid, counter):
+        return uint32(unit + grid)
+
+    @device
+    def draw(unit, grid, counter):
+        """The next one that nobody has; each block has begun with that of its number."""
+        return uint32(grid + atom_add_acq_rel_gpu_u32(global_address(counter), uint32(1)))
+
+    next_unit = draw if gathered else each
+
+    @device
+    def produce(q_tile, k_ring, v_ring, bars, words, q, k, scale, causal, maps, indices, counts, counter):
+        group, grid = uint32(q.shape[1]) // uint32(k.shape[1]), uint32(cuda.gridDim.x)
+        row_tiles, heads = uint32((q.shape[2] + (bm - 1)) // bm), uint32(q.shape[0] * q.shape[1])
+        near = heads_near(heads, group, k.shape[2], q.shape[3] * 2)
+        in_pairs = causal != 0 and grid < row_tiles * heads and not gathered
+        units = (row_tiles + uint32(1)) // uint32(2) * heads if in_pairs else row_tiles * heads
+        state, turn, unit = begin(), uint32(0), uint32(cuda.blockIdx.x)
+        while unit < units:
+            for half in range(uint32(0), uint32(2) if in_pairs else uint32(1)):
+                if in_pairs:
+                    head, tile = paired(unit + half * units, row_tiles, heads, near, causal)
+                else:
+                    head, tile = longest_first(unit, row_tiles, heads, near, causal)
+                if tile < row_tiles:  # the middle one of an odd number has no partner
+                    batch, head = head // uint32(q.shape[1]), head % uint32(q.shape[1])
+                    count = count_of(counts, batch, head, tile)
+                    listed = open_list(indices, batch, head, tile, count, k.shape[2])
+                    last, _ = keys_of(listed, int64(tile), q.shape[2], k.shape[2], causal, scale)
+                    load_q(q_tile, bars, words, turn, maps[0], tile, head, batch, count)
+                    state = load_kv(
+                        k_ring, v_ring, bars, words, maps[1:], state, last, listed, int32(head // group), int32(batch)
+                    )  # fmt: skip
+                    turn += uint32(1)
+            unit = next_unit(unit, grid, counter)
+        say_stop(bars, words, turn)
+
+    return produce
