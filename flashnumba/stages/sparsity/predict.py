@@ -4,7 +4,7 @@
 ``choose`` has a block of 4, 8 or 16 warps for as many blocks of rows::
 
     s_j = scale <mean of q, mean of k_j>        -inf if none of the rows sees it; apart if k_j's tokens are not alike
-    p = exp(s - max s)
+    p = exp(s - max s)                         by count 1 / (1 + max s - s): none of them is 0
     keep the largest p while their sum stays within ``kept`` of all (TopCdf), or the ``kept`` largest (top-k); one at
     least
     keep all if q's tokens are not alike, k_j for all rows if k_j's are not, and the first block if it is a sink
@@ -114,7 +114,10 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
             ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
             for e in range(4):
                 candidate = four[e] > float32(NOTHING) and four[e] < float32(APART)
-                p = ex2_approx((four[e] - top) * float32(LOG2_E) if candidate else float32(0))
+                if by_count:  # the order alone matters, and exponentials of what is far away would all be 0
+                    p = float32(1) / (float32(1) + (top - four[e] if candidate else float32(0)))
+                else:
+                    p = ex2_approx((four[e] - top) * float32(LOG2_E) if candidate else float32(0))
                 total += p if candidate else float32(0)
                 smallest = min(smallest, p)
                 four[e] = p if candidate else float32(-2) if four[e] == float32(APART) else float32(-1)

@@ -129,6 +129,16 @@ def test_the_choice_whatever_a_block_has_of_rows(machine, m, rows, options):
     np.testing.assert_array_equal(mask, R.predict(q, k, rows=1, keys=1, alike=0.3, **options))
 
 
+def test_a_count_of_blocks_whose_weights_vanish(machine):
+    """Scores 100 apart: beside the largest weight all others are 0 in float32, and have an order all the same."""
+    q, k, v = tokens(64, 8 * KEYS, heads=1)
+    q[...], k[...] = 1, (np.arange(8.0) * 5 % 8).repeat(KEYS)[:, None]
+    options = {"alike": -1.0, "topk": 0.5}
+    mask = predicted((q, k, v), scale=100 / 32, machine=machine, **options)[2]["mask"]
+    np.testing.assert_array_equal(mask, R.predict(q, k, rows=ROWS, keys=KEYS, scale=100 / 32, **options))
+    assert mask.sum() == 4
+
+
 @pytest.mark.parametrize("arch, kilobytes", [("75", 64), ("80", 163), ("86", 99), ("90a", 227), ("120a", 99)])
 def test_no_launch_wants_more_shared_memory_than_there_is(arch, kilobytes):
     for d in (64, 192, 200, 256):
