@@ -4,7 +4,7 @@
 ``choose`` has a block of 4, 8 or 16 warps for as many blocks of rows::
 
     s_j = scale <mean of q, mean of k_j>        -inf if none of the rows sees it; apart if k_j's tokens are not alike
-    p = exp(s - max s)
+    p = exp(s - max s)                         by count 1 / (1 + max s - s): none of them is 0
     keep the largest p while their sum stays within ``kept`` of all (TopCdf), or the ``kept`` largest (top-k); one at
     least
     keep all if q's tokens are not alike, k_j for all rows if k_j's are not, and the first block if it is a sink
@@ -54,7 +54,7 @@ QUAD, AHEAD = 4, 16
 """Blocks of rows, and of keys, that a thread multiplies at once; columns that it loads before it uses the first. Unless
 a block is promised a multiprocessor, the compiler saves registers by loading one column after the other."""
 MOST_BLOCKS = 6144
-"""Blocks of keys that four rows of scores leave room for in 99 KB of shared memory."""
+"""Blocks of keys that there may be; fewer where shared memory has no room for four rows of so many scores."""
 SHARED = {"80": 163, "90": 227, "100": 227, "103": 227}
 """KB of shared memory that a block may have; 99, or on sm_75 64, elsewhere."""
 ALL = 1.0e30
@@ -114,7 +114,10 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
             ld_shared_v4_f32(four, 0, at + uint32(4) * uint32(j))
             for e in range(4):
                 candidate = four[e] > float32(NOTHING) and four[e] < float32(APART)
-                p = ex2_approx((four[e] - top) * float32(LOG2_E) if candidate else float32(0))
+                if by_count:  # the order alone matters, and exponentials of what is far away would all be 0
+                    p = float32(1) / (float32(1) + (top - four[e] if candidate else float32(0)))
+                else:
+                    p = ex2_approx((four[e] - top) * float32(LOG2_E) if candidate else float32(0))
                 total += p if candidate else float32(0)
                 smallest = min(smallest, p)
                 four[e] = p if candidate else float32(-2) if four[e] == float32(APART) else float32(-1)
@@ -238,11 +241,9 @@ def make_choose(d: int, rows: int, block_m: int, block_n: int, by_count: bool, b
     return choose
 
 
-def rows_for(shape: Shape, d: int, row_blocks: int, room: int) -> int:
+def rows_for(d: int, row_blocks: int, room: int, floats: int) -> int:
     """Rows of a block: as many as there is shared memory for, with no more than three to spare in a head's last."""
-    number = shape.arch.rstrip("a")
-    most = 1024 * SHARED.get(number, 64 if number == "75" else 99)
-    fit = [rows for rows in ROWS if 4 * rows * (d + room) <= most and rows < row_blocks + QUAD]
+    fit = [rows for rows in ROWS if rows * (d + room) <= floats and rows < row_blocks + QUAD]
     return fit[0] if fit else ROWS[-1]
 
 
@@ -250,16 +251,19 @@ def choose_launch(shape: Shape, block_m: int, block_n: int, by_count: bool, brok
     """The mask of blocks.
 
     Raises:
-        ValueError: more than :data:`MOST_BLOCKS` blocks of keys.
+        ValueError: more than :data:`MOST_BLOCKS` blocks of keys, or than shared memory has room for.
     """
     row_blocks, blocks = -(-shape.m // block_m), -(-shape.n // block_n)
-    if blocks > MOST_BLOCKS:
+    d, number = -(-shape.d // 32) * 32, shape.arch.rstrip("a")
+    floats = 256 * SHARED.get(number, 64 if number == "75" else 99)  # of shared memory
+    most = min(MOST_BLOCKS, floats // ROWS[-1] - d)
+    if blocks > most:
         raise ValueError(
-            f"k has {shape.n} rows, {blocks} blocks of {block_n}; the prediction takes {MOST_BLOCKS}: use larger blocks"
+            f"k has {shape.n} rows, {blocks} blocks of {block_n}; the prediction takes {most} on sm_{shape.arch}: use "
+            "larger blocks"
         )
-    d = -(-shape.d // 32) * 32
-    room = min(MOST_BLOCKS, max(512, 1 << max(0, blocks - 1).bit_length()))  # few sizes, as each is prepared once
-    rows = rows_for(shape, d, row_blocks, room)
+    room = min(most, max(512, 1 << max(0, blocks - 1).bit_length()))  # few sizes, as each is prepared once
+    rows = rows_for(d, row_blocks, room, floats)
     choose = make_choose(d, rows, block_m, block_n, by_count, broken)
     grid = shape.batch * shape.heads * -(-row_blocks // rows)
     return Launch(choose, grid, choose.threads, 4 * rows * (d + room), CHOOSE_ARGS)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flashnumba.machine.emulator import Fault
+from flashnumba.stages.heads import Shape
 from flashnumba.stages.sparsity import mma, pool, predict
 from flashnumba.stages.sparsity import reference as R
 from tests.stages.sparsity.sparse_cases import right, run
@@ -126,6 +127,30 @@ def test_the_choice_whatever_a_block_has_of_rows(machine, m, rows, options):
     kept = {"kept": int(topk * n) if topk else options["cdf"], "alike": 0.3, "sink": options.get("sink", False)}
     mask = run(choice, (q, k, k), group | kept, causal=options.get("causal", False), machine=machine)[2]["mask"]
     np.testing.assert_array_equal(mask, R.predict(q, k, rows=1, keys=1, alike=0.3, **options))
+
+
+def test_a_count_of_blocks_whose_weights_vanish(machine):
+    """Scores 100 apart: beside the largest weight all others are 0 in float32, and have an order all the same."""
+    q, k, v = tokens(64, 8 * KEYS, heads=1)
+    q[...], k[...] = 1, (np.arange(8.0) * 5 % 8).repeat(KEYS)[:, None]
+    options = {"alike": -1.0, "topk": 0.5}
+    mask = predicted((q, k, v), scale=100 / 32, machine=machine, **options)[2]["mask"]
+    np.testing.assert_array_equal(mask, R.predict(q, k, rows=ROWS, keys=KEYS, scale=100 / 32, **options))
+    assert mask.sum() == 4
+
+
+@pytest.mark.parametrize("arch, kilobytes", [("75", 64), ("80", 163), ("86", 99), ("90a", 227), ("120a", 99)])
+def test_no_launch_wants_more_shared_memory_than_there_is(arch, kilobytes):
+    for d in (64, 192, 200, 256):
+        for blocks in (1, 2049, 3800, 4097, 6000, 6144, 6145):
+            shape = Shape("float16", 1, 1, 1, 4096, 64 * blocks, d, arch=arch)
+            most = min(predict.MOST_BLOCKS, 64 * kilobytes - -(-d // 32) * 32)
+            if blocks <= most:
+                launch = predict.choose_launch(shape, 128, 64, False)
+                assert 4 * launch.threads // 32 * (d + blocks) <= launch.shared <= 1024 * kilobytes
+            else:
+                with pytest.raises(ValueError, match=f"the prediction takes {most} on sm_{arch}: use larger blocks"):
+                    predict.choose_launch(shape, 128, 64, False)
 
 
 @pytest.mark.parametrize("m, n", [(7, 1), (1, 33), (65, 31)])
