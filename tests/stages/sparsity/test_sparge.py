@@ -129,6 +129,18 @@ def test_the_choice_whatever_a_block_has_of_rows(machine, m, rows, options):
     np.testing.assert_array_equal(mask, R.predict(q, k, rows=1, keys=1, alike=0.3, **options))
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_blocks_with_a_token_that_is_no_number_are_kept(machine, bad):
+    """For all rows if it is a key, with all keys if it is a row; the other choices are as they would be."""
+    qkv = tokens()
+    qkv[0][0, 0, 3], qkv[1][0, 0, 200] = bad, bad
+    _, _, made = predicted(qkv, cdf=0.3, machine=machine)
+    with np.errstate(invalid="ignore"):
+        mask = wanted(qkv, cdf=0.3)
+    np.testing.assert_array_equal(made["mask"], mask)
+    assert mask[0, 0, 0].all() and mask[..., 200 // KEYS].all() and not mask.all(-1).all()
+
+
 def test_a_count_of_blocks_whose_weights_vanish(machine):
     """Scores 100 apart: beside the largest weight all others are 0 in float32, and have an order all the same."""
     q, k, v = tokens(64, 8 * KEYS, heads=1)
