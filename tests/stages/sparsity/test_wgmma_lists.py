@@ -23,6 +23,7 @@ from tests.stages.sparsity.sparse_cases import data, dense_bits, right, run
 
 pytestmark = pytest.mark.usefixtures("hopper")
 PAIRS, SINGLE = SpecialisedTiles(64, 128, block=64), SpecialisedTiles(64, 64, slots=3, block=64)
+TRIPLES = SpecialisedTiles(64, 192, block=64)
 ROWS, KEYS, UNIT, THRESHOLD = 128, 64, 64, 0.02
 PRODUCER, FIRST, SECOND = 0, 128, 256
 """Threads that speak for their warpgroups."""
@@ -121,6 +122,23 @@ def test_votes_among_listed_blocks(machine, causal):
     np.testing.assert_array_equal((made["tile_map"] == COMPUTED)[seen], wanted[seen])
     assert (made["tile_map"] == SKIPPED).any()
     assert right((o, lse), qkv, R.expand(wanted, UNIT, KEYS, m, n), causal=causal)
+
+
+@pytest.mark.parametrize("tiles", [SINGLE, TRIPLES], ids=str)
+def test_as_many_blocks_as_a_row_tile_can_cut(machine, tiles):
+    """The last three of four, of which the last is alone in its tile, or each is."""
+    qkv, mask = data(128, 212, 64, stretch=(64, 64)), np.ones((1, 1, 1, 4), bool)
+    assert sound(qkv, mask, listed(tiles), causal=True, machine=machine)
+
+
+def test_v_that_is_wanted_after_one_that_is_not(machine):
+    """It is not ordered beforehand, so the list is looked up for it."""
+    qkv, mask = data(128, 1280, 64, stretch=(128, 128)), np.ones((1, 1, 1, 20), bool)
+    mask[..., [5, 7]] = False
+    s_kept = np.where(R.expand(mask, ROWS, KEYS, 128, 1280), R.scores(*qkv[:2]), -np.inf)
+    wanted = R.skip_gathered(s_kept, mask, UNIT, ROWS, KEYS, 2, THRESHOLD)
+    assert not wanted[..., 4:10].any() and wanted[..., 10:12].all()
+    assert sound(qkv, mask, listed(vote=True), threshold=THRESHOLD, machine=machine)
 
 
 def test_the_mask_that_is_predicted(machine):
