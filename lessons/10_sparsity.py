@@ -267,7 +267,7 @@ lesson.show_source(predict.make_choose, first="def select", last="below, many = 
 
 # %%
 names = ("blasst float16 d 128, tiles for sm_90a", "block_sparse float16 d 128, tiles for sm_90a",
-         "block_sparse_wgmma float16 d 128", "choose float16")  # fmt: skip
+         "blocks_wgmma float16 d 128", "choose float16")  # fmt: skip
 found = {name: lesson.resources(f"sparsity.{name}") for name in names}
 print("measured" if all(fresh for _, fresh in found.values()) else "no compiler here: from lessons/resources.json")
 lesson.table(

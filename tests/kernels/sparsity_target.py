@@ -41,7 +41,7 @@ def by_tiles(d: int, dtype: type, causal: bool, machine: str) -> Iterator[tuple[
     hopper = d % 8 == 0 and (machine == "emulator" or gpu.device_arch() == "90a")
     by_wgmma = (
         ("blasst_wgmma", wgmma.plan_blasst, {}),
-        ("block_sparse_wgmma", wgmma.plan_blocks, {"mask": mask.astype(np.uint8)}),
+        ("blocks_wgmma", wgmma.plan_blocks, {"mask": mask.astype(np.uint8)}),
         ("sparge_wgmma", partial(wgmma.plan_sparge, vote=True), guess | {"kept": 0.9}),
     )
     for name, plan, given in (

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGE", "case", "kept", "tiles_of"]
 
+MASKED = ("block_sparse", "blocks_wgmma")
+"""Kernels that are given a mask."""
 SPARGE = {"alike": 0.3, "cdf": 0.7}
 """Tokens of the real heads are not much alike; with the defaults for long sequences nothing would be left out."""
 
@@ -57,7 +59,7 @@ def kept(case: Case) -> tuple[np.ndarray, np.ndarray]:
     seen = ~np.isneginf(s)  # [B, H, M, N]
     if method == "sparge":
         blocks = reference.predict(q, k, rows=rows, keys=keys, causal=bool(causal), **SPARGE)  # [B, H, R, C]
-    elif method.startswith("block_sparse"):
+    elif method in MASKED:
         blocks = mask_of(s.shape, rows, keys)  # [B, H, R, C]
     else:
         blocks = reference.skip(s, rows, keys, float(case.inputs["threshold"]))  # [B, H, R, C]
@@ -123,7 +125,7 @@ def cases(machine: str, full: bool) -> Sequence[Case]:
         of("block_sparse", rows=rows, keys=keys, causal=True),
         of("sparge", rows=rows, keys=keys),
         by_warpgroups("blasst_wgmma", rows=64, keys=128 if machine == "cuda" else 64, threshold=0.05),
-        by_warpgroups("block_sparse_wgmma", rows=128, keys=64),
+        by_warpgroups("blocks_wgmma", rows=128, keys=64),
         *sla_stage.cases(machine, full),
     )
 
@@ -141,7 +143,7 @@ def run_kernel(case: Case, machine: str, name: str) -> np.ndarray:
     given: dict[str, Any] = {"limit": problem.limit_of(threshold)}
     if name == "blasst_wgmma":
         plan = wgmma.plan_blasst(shape, tiles=specialised_tiles_of(shape, machine, False))
-    elif name.startswith("block_sparse"):
+    elif name in MASKED:
         if name == "block_sparse":
             plan = mma.plan_blocks(shape, block_m=rows, block_n=keys, tiles=tiles)
         else:
@@ -205,7 +207,7 @@ STAGE = Stage(
         kernel("block_sparse", "the blocks of a mask, as packed lists"),
         kernel("sparge", "a mask predicted from one mean token a block, then its lists"),
         kernel("blasst_wgmma", "warpgroups that agree, each for its 64 rows, on what V is read for", "wgmma", "90a"),
-        kernel("block_sparse_wgmma", "tiles gathered from the blocks of a list", "wgmma", "90a"),
+        kernel("blocks_wgmma", "tiles gathered from the blocks of a list", "wgmma", "90a"),
         sla_stage.KERNEL,
     ),
     cases=cases,

@@ -1,7 +1,7 @@
 """Sparse attention on Hopper: the kernel of ``flash_forward.wgmma``, told by a threshold or a list what to leave out.
 
-    blasst_wgmma          every tile of K is multiplied; its exponentials and V only where 64 rows agree they matter
-    block_sparse_wgmma    only the blocks of a list, made from a mask; among them the vote, if it is wanted
+    blasst_wgmma    every tile of K is multiplied; its exponentials and V only where 64 rows agree they matter
+    blocks_wgmma    only the blocks of a list, made from a mask; among them the vote, if it is wanted
 
 Beside their likes in :mod:`flashnumba.stages.sparsity.mma` the rows that agree are the 64 of a consumer, not a warp's
 or the block's: a product of wgmma is of 64 rows. V of a tile that nobody wants is not read. What is left out by vote
@@ -129,7 +129,7 @@ def plan_blasst(
 
 def plan_blocks(
     shape: Shape, *, block_m: int = 128, block_n: int = BLOCK, vote: bool = False, noted: bool = False,
-    tiles: SpecialisedTiles | None = None, name: str = "block_sparse_wgmma", broken: str = "",
+    tiles: SpecialisedTiles | None = None, name: str = "blocks_wgmma", broken: str = "",
 ) -> Plan:  # fmt: skip
     """The blocks of ``mask``, which is given; of the tiles gathered from them 64 rows may leave out some if ``vote``.
 
@@ -187,4 +187,4 @@ def compile_cases() -> Iterator[CompileCase]:
         shape = Shape(element, 1, 1, 1, 4096, 4096, d)
         launch = plan_blocks(shape, vote=vote, noted=noted).launches[-1]
         how = f"{', with votes' if vote else ''}{' and a map' if noted else ''}"
-        yield case(f"block_sparse_wgmma {element} d {d}{how}", launch, element)
+        yield case(f"blocks_wgmma {element} d {d}{how}", launch, element)
