@@ -148,7 +148,7 @@ def block_sparse_attention(
         q, k, v, causal, scale, return_info, backend: as :func:`blasst_attention`.
         mask: ``[B, H, ceil(M / block_m), ceil(N / block_n)]`` bool or uint8, with as many axes as q, of q's kind and in
             its place. What the causal mask hides stays hidden. Rows without a block give 0.
-        block_m, block_n: multiples of 64.
+        block_m, block_n: multiples of 64; with a block_m of multiples of 128 sm_90 has wgmma for arrays that it takes.
 
     Returns:
         o as q, or ``(o, info)``.
@@ -190,10 +190,10 @@ def sparge_attention(
         cdfthreshd: blocks are kept while the sum of their predicted weights stays within it, 0 to 1.
         topk: instead, the part of all blocks that is kept, 0 to 1.
         pvthreshd: a warp leaves out what is below ``2**-pvthreshd``, as in :func:`warp_skip_attention` without the
-            sum; on sm_90 a warpgroup, of 64 rows and of blocks with 128 keys. 10 to 20 is something; from 50 on, below
-            the rounding of everything it is added to, nobody is asked.
+            sum; by wgmma a warpgroup, of 64 rows and of the blocks of a tile, 64 to 192 keys. 10 to 20 is something;
+            from 50 on, below the rounding of everything it is added to, nobody is asked.
         attention_sink: the first block is always kept.
-        block_m, block_n: multiples of 64.
+        block_m, block_n: as :func:`block_sparse_attention`.
 
     Returns:
         o as q, or ``(o, info)``, whose ``mask`` is the prediction.

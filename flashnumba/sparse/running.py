@@ -32,7 +32,7 @@ class SparseInfo:
             only, left out then; 0: not looked at, being hidden by the causal mask or off the list.
         tile: rows and keys of a tile.
         threshold: what was compared with, 0 if nothing was.
-        mask: SpargeAttn's mask of blocks, uint8 ``[B, H, R, C]``; else None.
+        mask: of blocks, predicted by SpargeAttn or given, uint8 ``[B, H, R, C]``; else None.
     """
 
     tile_map: Any
@@ -149,8 +149,8 @@ def run(
     return_info: bool, vote: str, threshold: float, decoding: bool, rows: int = ROWS, keys: int = KEYS,
     said: tuple[int, int] | None = None,
 ) -> Any:  # fmt: skip
-    """Launch, or compute with NumPy; o, or (o, info). Tiles of the map are of ``rows`` and ``keys`` in NumPy; in
-    kernels as ``said``, or those that :func:`flashnumba.stages.sparsity.mma.sparse_tiles` makes of them."""
+    """Launch, or compute with NumPy; o, or (o, info). Tiles of the map are as ``said``; else of ``rows`` and ``keys``
+    in NumPy, or a warp's, and in kernels as :func:`flashnumba.stages.sparsity.mma.sparse_tiles` makes of them."""
     import numpy as np
 
     from flashnumba.stages.sparsity import mma

@@ -9,8 +9,8 @@
     least
     keep all if q's tokens are not alike, k_j for all rows if k_j's are not, and the first block if it is a sink
 
-A thread has four neighbouring blocks of keys for four blocks of rows, with the loads of eight columns under way: what
-one row costs is a read of all mean tokens from L2, so as many rows as there is room for share it.
+A thread has four neighbouring blocks of keys for four blocks of rows, with the loads of sixteen columns under way:
+what one row costs is a read of all mean tokens from L2, so as many rows as there is room for share it.
 
 Nothing is sorted. The k largest of numbers in [0, 1] are those whose bits, read as an integer, are at least some t, and
 at most 30 halvings find a t for which those kept are not too many, and would be with one more; a bracket that holds one
