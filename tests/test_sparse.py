@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -138,8 +139,8 @@ def test_leading_axes_and_nothing():
     for backend in ("numpy", "emulator"):
         o, info = blasst_attention(nobody, nobody, nobody, threshold=0.1, return_info=True, backend=backend)
         assert o.shape == nobody.shape and info.computed() == 0
-    for m, n in ((0, 200), (200, 0)):
-        o, info = sparge_attention(Q[:, :, :m], K[:, :, :n], V[:, :, :n], return_info=True, backend="numpy")
+    for (m, n), backend in product([(0, 200), (200, 0)], ("numpy", "emulator")):
+        o, info = sparge_attention(Q[:, :, :m], K[:, :, :n], V[:, :, :n], return_info=True, backend=backend)
         assert o.shape == (1, 2, m, 32) and (o == 0).all() and info.mask.shape == (1, 2, -(-m // 128), -(-n // 64))
 
 

@@ -171,6 +171,7 @@ def run(
     if not return_info:
         return o
     from flashnumba.stages.sparsity.decode import decode_tiles
+    from flashnumba.stages.sparsity.lists import mask_shape
     from flashnumba.tiles.sparse import unit_rows
     from flashnumba.tiles.sparse_split import TILE
 
@@ -185,6 +186,8 @@ def run(
         lines, heads = (shape.m * shape.group, shape.kv_heads) if decoding else (shape.m, shape.heads)
         found = np.zeros((shape.batch, heads, -(-lines // tile[0]), -(-shape.n // tile[1])), np.uint8)
         tile_map = _beside(found, o)
+        if "kept" in given:
+            made["mask"] = _beside(np.zeros(mask_shape(shape, rows, keys), np.uint8), o)
     else:
         tile_map = made["tile_map"]
         if shape.causal and not decoding:  # a warp goes with its block over tiles of which it sees nothing

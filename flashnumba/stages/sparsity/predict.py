@@ -4,7 +4,7 @@
 ``choose`` has a block of 4, 8 or 16 warps for as many blocks of rows::
 
     s_j = scale <mean of q, mean of k_j>        -inf if none of the rows sees it; apart if k_j's tokens are not alike
-    p = exp(s - max s)                         by count 1 / (1 + max s - s): none of them is 0
+    p = exp(s - max s)                          by count 1 / (1 + max s - s): none of them is 0
     keep the largest p while their sum stays within ``kept`` of all (TopCdf), or the ``kept`` largest (top-k); one at
     least
     keep all if q's tokens are not alike, k_j for all rows if k_j's are not, and the first block if it is a sink
