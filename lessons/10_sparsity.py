@@ -531,17 +531,18 @@ lesson.check("packed", packed_is_right)
 # | BLASST | no cost where nothing is left out | 0.99 x of dense in decoding on an H200; the vote is paid in each tile |
 # | who decides | each warp, after pooling and classes | BLASST: a tile's rows. SpargeAttn: pooling, then a warp |
 # | similar tokens | are merged | are averaged to predict, and never merged |
-# | V of what is left out | is not read | in decoding; prefill reads it |
+# | V of what is left out | is not read | in decoding; prefill reads it (here, by wgmma, it does not) |
 #
 # The notes make one method of three. Here they stand apart: the threshold of BLASST, the warp's skip of SpargeAttn, and
-# its prediction.
+# its prediction. By wgmma it is a warpgroup that decides.
 #
 # ## Limits
 #
 # - The structured heads stand for no model. How good a model stays is for its own tests to say.
 # - A NaN in a key of a tile that is left out is not seen.
 # - Rows of a mask without any block give 0.
-# - A prediction takes blocks of at least 64 rows and keys, and up to 6144 blocks of keys.
+# - A prediction takes blocks of at least 64 rows and keys, and up to 6144 blocks of keys; as many as shared memory has
+#   room for, where that is less: 3840 and more.
 #
 # ## What next
 #

@@ -153,6 +153,10 @@ def test_what_is_no_number_by_numpy():
     mask = np.ones((1, 2, 2, 4), bool)
     mask[..., 1] = False
     assert np.isfinite(block_sparse_attention(Q, K, v, mask=mask, backend="numpy")).all()
+    mask[:, :, 1, 1] = True
+    for backend in ("numpy", "emulator"):
+        o = block_sparse_attention(Q, K, v, mask=mask, backend=backend)
+        assert np.isfinite(o[:, :, :128]).all() and np.isnan(o[:, :, 128:]).all(), "only who lists it reads it"
 
 
 def test_calibration_goes_through_its_points():

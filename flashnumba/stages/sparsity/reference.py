@@ -53,7 +53,6 @@ def scores(q: np.ndarray, k: np.ndarray, scale: float | None = None, causal: boo
 def attend(s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray | None = None):
     """(o, lse) of scores where only ``kept`` ones count, or ``summed`` ones in the sum: bool ``[B, H, M, N]``."""
     v = np.repeat(v, s.shape[-3] // max(1, v.shape[-3]), axis=-3).astype(np.float64)  # [B, H, N, D]
-    v = np.where(kept.any(-2)[..., None], v, 0)  # [B, H, N, D]; what no row keeps is not read, or 0 * NaN would be NaN
     of_sum = np.where(kept if summed is None else summed, s, -np.inf)  # [B, H, M, N]
     top = of_sum.max(-1, keepdims=True, initial=-np.inf)  # [B, H, M, 1]
     origin = np.where(np.isneginf(top), 0, top)  # [B, H, M, 1]
@@ -61,7 +60,19 @@ def attend(s: np.ndarray, v: np.ndarray, kept: np.ndarray, summed: np.ndarray | 
     p = np.where(kept, np.exp(s - origin), 0)  # [B, H, M, N]
     with np.errstate(divide="ignore"):
         lse = (origin + np.log(total))[..., 0]  # [B, H, M]
-    return p @ v / np.where(total == 0, 1, total), lse
+    return times_kept(p, v, kept) / np.where(total == 0, 1, total), lse
+
+
+def times_kept(p: np.ndarray, v: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """``p @ v``, in which a row does not read what it does not keep, or 0 * NaN would be NaN."""
+    odd = ~np.isfinite(v).all(-1)  # [B, H, N]
+    o = p @ np.where(odd[..., None], 0, v)  # [B, H, M, D]
+    for b, h in np.argwhere(odd.any(-1)):
+        at = np.flatnonzero(odd[b, h])  # [n]
+        with np.errstate(invalid="ignore"):
+            terms = p[b, h][:, at, None] * v[b, h][at]  # [M, n, D]
+            o[b, h] += np.where(kept[b, h][:, at, None], terms, 0).sum(1)
+    return o
 
 
 def low_precision(
