@@ -39,7 +39,7 @@ def draw_map(axes: Axes, q: np.ndarray, k: np.ndarray, options: Mapping[str, flo
 
         colours[which] = to_rgb(colour)
     axes.imshow(colours, aspect="auto")
-    axes.set_title("tiles: by threshold blue, by prediction orange, both green")
+    axes.set_title("tiles: threshold blue, prediction orange, both green")
     axes.set_xlabel(f"tile of {TILE[1]} keys")
     axes.set_ylabel(f"tile of {TILE[0]} rows")
 
