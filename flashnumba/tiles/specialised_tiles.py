@@ -28,7 +28,7 @@ DECISIONS = 8
 """Tiles whose votes are kept: more than consumers can be ahead of the producer."""
 PRODUCER_REGISTERS = 32
 PLACE_WORDS = 4
-"""That say which rows of which head it is."""
+"""That say which rows of which head it is, and how long their list is."""
 BLOCK_SHARED = 227 * 1024
 LONG = 8192
 """Keys from which tiles with more of them pay, though the last one may hold few."""
