@@ -220,7 +220,7 @@ def sparge_attention(
     check_blocks(block_m, block_n)
     threshold = 0.0 if pvthreshd >= NEVER else 2.0**-pvthreshd
     vote = "warp" if threshold else ""
-    from flashnumba.stages.sparsity import wgmma
+    from flashnumba.stages.sparsity import predict, wgmma
 
     warpgroups = wgmma.takes_blocks(problem.shape, block_m)
 
@@ -239,7 +239,7 @@ def sparge_attention(
         )  # fmt: skip
         return blocks, block_m, False
 
-    kept = 1e30 if cdfthreshd >= 1 else cdfthreshd
+    kept = predict.ALL if cdfthreshd >= 1 else cdfthreshd
     if topk is not None:
         kept = max(1, int(topk * -(-problem.shape.n // block_n)))
     given = {"limit": limit_for(threshold), "alike": simthreshd1, "kept": kept, "sink": attention_sink}

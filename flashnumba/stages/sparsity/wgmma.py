@@ -80,7 +80,8 @@ def tile_of(shape: Shape) -> tuple[int, int]:
 
 
 def list_tiles(d: int) -> SpecialisedTiles:
-    """Tiles of 128 rows, gathered from blocks of :data:`BLOCK` keys: those that were fastest on an H200."""
+    """Tiles of 128 rows, gathered from blocks of :data:`BLOCK` keys: up to D = 128 the fastest of three, or as fast,
+    on an H200; above it those that fit, and nothing else was timed."""
     if d <= 128:
         return SpecialisedTiles(64, 192, block=BLOCK) if d <= 64 else SpecialisedTiles(128, 128, block=BLOCK)
     return SpecialisedTiles(192, BLOCK, slots=3, block=BLOCK) if d <= 192 else SpecialisedTiles(256, BLOCK, block=BLOCK)
